@@ -45,7 +45,6 @@ SN_DEVICE float float_of(u32 bits) {
 }
 SN_DEVICE int count_ones(u32 bits) { return __builtin_popcount(bits); }
 SN_DEVICE int lowest_one(u32 bits) { return __builtin_ctz(bits); }
-SN_DEVICE int leading_zeros(u32 bits) { return bits ? __builtin_clz(bits) : 32; }
 SN_DEVICE float multiply_add(float a, float b, float c) { return std::fma(a, b, c); }
 
 template <typename T>
@@ -61,10 +60,6 @@ SN_DEVICE void atomic_or(T* where, T value) {
 template <typename T>
 SN_DEVICE void atomic_xor(T* where, T value) {
   *where ^= value;
-}
-template <typename T>
-SN_DEVICE void atomic_max(T* where, T value) {
-  if (*where < value) *where = value;
 }
 
 // The order in which the host runs the threads of a section.
@@ -95,18 +90,16 @@ class Block {
                                     : static_cast<int>((i * 37u + 11) % Threads));
   }
 
-  // Sum, exclusive or, and maximum of a value per thread, left in `cell`, which was zero.
-  template <typename Value>
-  void sum(u32* cell, Value value) const {
-    each([&](int t) { *cell += value(t); });
-  }
+  // Exclusive or, and maximum of a value per thread, left in `cell`, which was zero.
   template <typename Value>
   void parity(u32* cell, Value value) const {
     each([&](int t) { *cell ^= value(t); });
   }
   template <typename Value>
   void max(u32* cell, Value value) const {
-    each([&](int t) { atomic_max(cell, value(t)); });
+    each([&](int t) {
+      if (const u32 own = value(t); *cell < own) *cell = own;
+    });
   }
 
   // Bit (i * Threads + t) of `map` := flag(t, i).
@@ -125,15 +118,6 @@ class Block {
     for (int w = 0; w <= words; ++w) {
       before[w] = seen;
       if (w < words) seen += count_ones(map[w]);
-    }
-  }
-
-  // before[i] := values[0] + ... + values[i - 1], for i up to `count`.
-  void sums_before(const u32* values, u32* before, int count) const {
-    u32 seen = 0;
-    for (int i = 0; i <= count; ++i) {
-      before[i] = seen;
-      if (i < count) seen += values[i];
     }
   }
 
@@ -161,7 +145,6 @@ SN_DEVICE u32 bits_of(float value) { return __float_as_uint(value); }
 SN_DEVICE float float_of(u32 bits) { return __uint_as_float(bits); }
 SN_DEVICE int count_ones(u32 bits) { return __popc(bits); }
 SN_DEVICE int lowest_one(u32 bits) { return __ffs(bits) - 1; }
-SN_DEVICE int leading_zeros(u32 bits) { return __clz(bits); }
 SN_DEVICE float multiply_add(float a, float b, float c) { return __fmaf_rn(a, b, c); }
 
 template <typename T>
@@ -176,17 +159,9 @@ template <typename T>
 SN_DEVICE void atomic_xor(T* where, T value) {
   atomicXor(where, value);
 }
-template <typename T>
-SN_DEVICE void atomic_max(T* where, T value) {
-  atomicMax(where, value);
-}
 
 constexpr u32 kWarp = 0xFFFFFFFFu;
 
-SN_DEVICE u32 warp_sum(u32 value) {
-  for (int step = 16; step; step >>= 1) value += __shfl_xor_sync(kWarp, value, step);
-  return value;
-}
 SN_DEVICE u32 warp_xor(u32 value) {
   for (int step = 16; step; step >>= 1) value ^= __shfl_xor_sync(kWarp, value, step);
   return value;
@@ -232,12 +207,6 @@ class Block {
   }
 
   template <typename Value>
-  SN_DEVICE void sum(u32* cell, Value value) const {
-    const u32 total = warp_sum(value(static_cast<int>(threadIdx.x)));
-    if ((threadIdx.x & 31) == 0) atomicAdd(cell, total);
-    __syncthreads();
-  }
-  template <typename Value>
   SN_DEVICE void parity(u32* cell, Value value) const {
     const u32 total = warp_xor(value(static_cast<int>(threadIdx.x)));
     if ((threadIdx.x & 31) == 0) atomicXor(cell, total);
@@ -261,11 +230,22 @@ class Block {
     __syncthreads();
   }
 
+  // One warp scans; the others wait. The arrays are short: 65 words for 2049 bins.
   SN_DEVICE void count_before(const u32* map, u32* before, int words) const {
-    scan(before, words, [=](int w) { return static_cast<u32>(count_ones(map[w])); });
-  }
-  SN_DEVICE void sums_before(const u32* values, u32* before, int count) const {
-    scan(before, count, [=](int i) { return values[i]; });
+    const int lane = threadIdx.x;
+    if (lane < 32) {
+      const int run = (words + 31) / 32, first = lane * run;
+      const int last = first + run < words ? first + run : words;
+      u32 own = 0;
+      for (int w = first; w < last; ++w) own += count_ones(map[w]);
+      u32 seen = warp_before(own, lane);
+      for (int w = first; w < last; ++w) {
+        before[w] = seen;
+        seen += count_ones(map[w]);
+      }
+      if (lane == 31) before[words] = seen;
+    }
+    __syncthreads();
   }
 
   SN_DEVICE void find_digit(const u32* histogram, int digits, u32 need, u32* cell) const {
@@ -280,26 +260,6 @@ class Block {
         while (above + histogram[d] < need) above += histogram[d--];
         cell[0] = d, cell[1] = above, cell[2] = histogram[d];
       }
-    }
-    __syncthreads();
-  }
-
- private:
-  // One warp scans; the others wait. The arrays are short: 65 words for 2049 bins.
-  template <typename Value>
-  SN_DEVICE void scan(u32* before, int count, Value value) const {
-    const int lane = threadIdx.x;
-    if (lane < 32) {
-      const int run = (count + 31) / 32, first = lane * run;
-      const int last = first + run < count ? first + run : count;
-      u32 own = 0;
-      for (int i = first; i < last; ++i) own += value(i);
-      u32 seen = warp_before(own, lane);
-      for (int i = first; i < last; ++i) {
-        before[i] = seen;
-        seen += value(i);
-      }
-      if (lane == 31) before[count] = seen;
     }
     __syncthreads();
   }

@@ -40,16 +40,6 @@ SN_CLONES void from_codes(const Window& given, const uint32_t* codes, float weig
   for (int64_t i = 0; i < count; ++i) values[i] = window.decode(codes[i]) * weight;
 }
 
-void from_codes(const HalfScale& half, const uint32_t* codes, float weight, float* values,
-                int64_t count) {
-  for (int64_t i = 0; i < count; ++i) values[i] = half.decode(codes[i]) * weight;
-}
-
-void from_codes(const Levels& levels, const uint32_t* codes, float weight, float* values,
-                int64_t count) {
-  for (int64_t i = 0; i < count; ++i) values[i] = levels.decode(codes[i]) * weight;
-}
-
 void put_codes(uint32_t* words, int64_t at, const uint32_t* codes, int64_t count, int bits) {
   if (bits == 8) {  // as below
     auto* bytes = reinterpret_cast<uint8_t*>(words) + at / 8;

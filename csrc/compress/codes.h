@@ -15,10 +15,11 @@ void to_codes(const HalfScale& half, float* values, uint32_t* codes, int64_t cou
 // values[i] = weight * the value of codes[i].
 void from_codes(const Window& window, const uint32_t* codes, float weight, float* values,
                 int64_t count);
-void from_codes(const HalfScale& half, const uint32_t* codes, float weight, float* values,
-                int64_t count);
-void from_codes(const Levels& levels, const uint32_t* codes, float weight, float* values,
-                int64_t count);
+template <typename Coder>  // HalfScale, Levels
+void from_codes(const Coder& coder, const uint32_t* codes, float weight, float* values,
+                int64_t count) {
+  for (int64_t i = 0; i < count; ++i) values[i] = coder.decode(codes[i]) * weight;
+}
 
 // `count` fields of `bits` <= 16 at bit `at` of words that are zero from there on.
 void put_codes(uint32_t* words, int64_t at, const uint32_t* codes, int64_t count, int bits);

@@ -2,23 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
 #include "lanes.h"
+#include "select.h"
 
 namespace sn {
 namespace {
-
-SN_CLONES uint32_t peak_of(const float* values, int64_t count) {
-  uint32_t peak = 0;  // magnitudes order like their bits
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, values + i, 4);
-    bits &= 0x7FFFFFFF;
-    peak = bits > peak ? bits : peak;
-  }
-  return peak;
-}
 
 // To the next whole number, halves to the even one: exact below 2**22, which no digit leaves.
 inline float whole(float value) {
@@ -53,7 +42,7 @@ SN_CLONES void narrow(const float* values, int64_t count, float unit, float limi
 
 }  // namespace
 
-bool all_finite(const float* values, int64_t count) { return peak_of(values, count) < 0x7F800000; }
+bool all_finite(const float* values, int64_t count) { return peak_of(values, count) <= kMaxFinite; }
 
 template <typename Digit>
 void to_digits(const float* values, const int64_t* sides, const int32_t* exponents,
@@ -62,8 +51,7 @@ void to_digits(const float* values, const int64_t* sides, const int32_t* exponen
   for (int64_t column = 0; column < columns; ++column) {
     const int64_t side = sides[column];
     const uint32_t bits = peak_of(values, side);
-    float peak;
-    std::memcpy(&peak, &bits, 4);
+    const float peak = from_bits(bits);
     const float* end = scales.covered + scales.places;
     const auto at = static_cast<int32_t>(std::lower_bound(scales.covered, end, peak) -
                                          scales.covered);

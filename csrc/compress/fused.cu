@@ -1,6 +1,5 @@
 // The block codec in one pass over device memory: one thread block encodes or decodes one block of
 // the vector. Record format and oracle: ops/record.py. Cost and occupancy: docs/cuda.md.
-// One file, though a long one: the steps of a block share its shared memory and are read in order.
 #include "fused.cuh"
 
 namespace sn {
@@ -353,45 +352,31 @@ SN_DEVICE void decode_block(const Threads& block, Shared& shared, u32* record,
 
 }  // namespace sn
 
+// Two kernels alike: on the host a loop over thread blocks, whose `dynamic` is the record and a list of
+// positions of 16 bits; see Format.shared_bytes in ops/launch.py.
 #ifdef SN_HOST
 #include "host.h"
 
-extern "C" void encode_blocks(i64 blocks, int order, const sn::Sections* table,
-                              const sn::Settings* settings, const float* twiddles) {
-  sn::run<sn::kThreads, sn::Shared>(
-      blocks, order, settings->words + (settings->kept + 1) / 2,
-      [&](const sn::Threads& block, sn::Shared& shared, u32* dynamic) {
-        sn::encode_block(block, shared, dynamic, *table, *settings,
-                         reinterpret_cast<const sn::Complex*>(twiddles));
-      });
-}
-
-extern "C" void decode_blocks(i64 blocks, int order, const sn::Sections* table,
-                              const sn::Settings* settings, const float* twiddles) {
-  sn::run<sn::kThreads, sn::Shared>(
-      blocks, order, settings->words + (settings->kept + 1) / 2,
-      [&](const sn::Threads& block, sn::Shared& shared, u32* dynamic) {
-        sn::decode_block(block, shared, dynamic, *table, *settings,
-                         reinterpret_cast<const sn::Complex*>(twiddles));
-      });
-}
-
+#define SN_KERNEL(name, body)                                                                       \
+  extern "C" void name(i64 blocks, int order, const sn::Sections* table,                            \
+                       const sn::Settings* settings, const float* twiddles) {                       \
+    sn::run<sn::kThreads, sn::Shared>(                                                              \
+        blocks, order, settings->words + (settings->kept + 1) / 2,                                  \
+        [&](const sn::Threads& block, sn::Shared& shared, u32* dynamic) {                           \
+          sn::body(block, shared, dynamic, *table, *settings,                                       \
+                   reinterpret_cast<const sn::Complex*>(twiddles));                                 \
+        });                                                                                         \
+  }
 #else
-
-extern "C" __global__ void __launch_bounds__(SN_THREADS, SN_RESIDENT)
-    encode_blocks(const __grid_constant__ sn::Sections table,
-                  const __grid_constant__ sn::Settings settings, const sn::Complex* twiddles) {
-  __shared__ sn::Shared shared;
-  extern __shared__ u32 dynamic[];
-  sn::encode_block(sn::Threads(), shared, dynamic, table, settings, twiddles);
-}
-
-extern "C" __global__ void __launch_bounds__(SN_THREADS, SN_RESIDENT)
-    decode_blocks(const __grid_constant__ sn::Sections table,
-                  const __grid_constant__ sn::Settings settings, const sn::Complex* twiddles) {
-  __shared__ sn::Shared shared;
-  extern __shared__ u32 dynamic[];
-  sn::decode_block(sn::Threads(), shared, dynamic, table, settings, twiddles);
-}
-
+#define SN_KERNEL(name, body)                                                                       \
+  extern "C" __global__ void __launch_bounds__(SN_THREADS, SN_RESIDENT)                             \
+      name(const __grid_constant__ sn::Sections table,                                              \
+           const __grid_constant__ sn::Settings settings, const sn::Complex* twiddles) {            \
+    __shared__ sn::Shared shared;                                                                   \
+    extern __shared__ u32 dynamic[];                                                                \
+    sn::body(sn::Threads(), shared, dynamic, table, settings, twiddles);                            \
+  }
 #endif
+
+SN_KERNEL(encode_blocks, encode_block)
+SN_KERNEL(decode_blocks, decode_block)

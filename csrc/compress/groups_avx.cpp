@@ -278,6 +278,7 @@ SN_LANES void unpack_all(const Beside& from, const Lines<uint8_t>& all) {
 // The loops as functions of one instruction set.
 #define SN_FORM(NAME, TARGET)                                                                       \
   struct NAME {                                                                                     \
+    static constexpr bool kBeside = true;                                                           \
     template <Floats kind>                                                                          \
     __attribute__((target(TARGET))) static bool range(const void* values, int64_t count,            \
                                                       Extremes& seen) {                             \
@@ -314,36 +315,7 @@ SN_LANES void unpack_all(const Beside& from, const Lines<uint8_t>& all) {
 SN_FORM(Avx2, SN_AVX2);
 SN_FORM(Avx512, SN_AVX512);
 
-template <typename Form, Floats kind>
-constexpr void fill(Loops& loops) {
-  constexpr int it = static_cast<int>(kind);
-  loops.range[it] = Form::template range<kind>;
-  loops.values[it] = Form::template values<kind>;
-  auto& round = loops.round[it];
-  round[0][0] = Form::template round<kind, 1, false>, round[0][1] = Form::template round<kind, 1, true>;
-  round[1][0] = Form::template round<kind, 2, false>, round[1][1] = Form::template round<kind, 2, true>;
-  round[2][0] = Form::template round<kind, 4, false>, round[2][1] = Form::template round<kind, 4, true>;
-  round[3][0] = Form::template round<kind, 8, false>, round[3][1] = Form::template round<kind, 8, true>;
-  auto& pack = loops.pack[it];
-  pack[1][0] = Form::template pack<kind, 2, false>, pack[1][1] = Form::template pack<kind, 2, true>;
-  pack[2][0] = Form::template pack<kind, 4, false>, pack[2][1] = Form::template pack<kind, 4, true>;
-  pack[3][0] = Form::template pack<kind, 8, false>, pack[3][1] = Form::template pack<kind, 8, true>;
-  auto& unpack = loops.unpack[it];
-  unpack[1] = Form::template unpack<kind, 2>, unpack[2] = Form::template unpack<kind, 4>;
-  unpack[3] = Form::template unpack<kind, 8>;
-}
-
-template <typename Form>
-constexpr Loops all_loops() {
-  Loops loops{};
-  loops.grids = Form::grids;
-  fill<Form, kFloats>(loops);
-  fill<Form, kHalf>(loops);
-  fill<Form, kBrain>(loops);
-  return loops;
-}
-
-constexpr Loops kAvx2 = all_loops<Avx2>(), kAvx512 = all_loops<Avx512>();
+constexpr Loops kAvx2 = table_of<Avx2>(), kAvx512 = table_of<Avx512>();
 
 }  // namespace
 

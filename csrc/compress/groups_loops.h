@@ -86,9 +86,69 @@ struct Loops {
   UnpackBeside unpack[3][4];
 };
 
+// The table of a form, whose loops are static templates; kBeside: whether it has those for groups side
+// by side.
+template <typename Form, Floats kind, int at>
+constexpr void fill(Loops& loops) {
+  constexpr int floats = static_cast<int>(kind), bits = 1 << at;
+  loops.round[floats][at][0] = Form::template round<kind, bits, false>;
+  loops.round[floats][at][1] = Form::template round<kind, bits, true>;
+  if constexpr (Form::kBeside && bits > 1) {
+    loops.pack[floats][at][0] = Form::template pack<kind, bits, false>;
+    loops.pack[floats][at][1] = Form::template pack<kind, bits, true>;
+    loops.unpack[floats][at] = Form::template unpack<kind, bits>;
+  }
+  if constexpr (bits < 8) fill<Form, kind, at + 1>(loops);
+}
+
+template <typename Form, Floats kind>
+constexpr void fill(Loops& loops) {
+  loops.range[static_cast<int>(kind)] = Form::template range<kind>;
+  loops.values[static_cast<int>(kind)] = Form::template values<kind>;
+  fill<Form, kind, 0>(loops);
+}
+
+template <typename Form>
+constexpr Loops table_of() {
+  Loops loops{};
+  loops.grids = Form::grids;
+  fill<Form, Floats::kSingle>(loops);
+  fill<Form, Floats::kHalf>(loops);
+  fill<Form, Floats::kBrain>(loops);
+  return loops;
+}
+
+const Loops& plain_loops();
+
 // Of 256 bits, with the instructions of AVX2, FMA and F16C, or with those of AVX-512 too; null where
 // the compiler or this processor lacks them.
 const Loops* avx2_loops();
 const Loops* avx512_loops();
+
+// What follows serves groups in which elements may escape, whatever the form: see groups_plain.cpp.
+
+constexpr int64_t width_of(Floats kind) { return kind == Floats::kSingle ? 4 : 2; }
+
+Extremes extremes_of(const void* values, Floats kind, int64_t count);  // of elements that fit
+int64_t zeros_of(const void* values, Floats kind, int64_t count);      // how many are zero
+
+// Up to kRun values as float32: where they lie, or in `scratch`.
+const float* widened(const void* values, Floats kind, int64_t count, float* scratch);
+
+struct Drawn {  // random numbers of up to kRun elements
+  uint32_t words[kRun / 2 + 1];
+  const uint16_t* draw(const Luck& luck, int64_t count);
+};
+
+// Rounds up to kRun elements to codes of a byte each: `bad` marks those that no code stands for, among
+// them those of a magnitude below `least`, and the number of them is returned.
+int32_t quantise(const float* values, int32_t count, const Place& place, int bits, float bound,
+                 uint32_t least, const uint16_t* luck, uint8_t* codes, uint8_t* bad,
+                 uint32_t* spread);
+
+// Codes of one byte each, of up to kRun elements, side by side, `wide` having room for a byte more; and
+// back, up to a multiple of 8 / bits codes.
+void side_by_side(uint8_t* wide, int64_t count, int bits, uint8_t* codes);
+void spread_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* wide);
 
 }  // namespace sn

@@ -1,12 +1,12 @@
-// Python's door to the C++ back end: sn_compress._core. Arrays come as contiguous buffers, their
-// sizes are checked here; the caller (ops/record.py) has checked the settings.
-#include "door.h"
+// The Python extension sn_compress._core: records, groups of floats, transforms. Arrays come as
+// contiguous buffers, their sizes are checked here; the caller (ops/record.py) has checked the
+// settings.
+#include "bindings.h"
 
 #include <algorithm>
 #include <cstring>
 #include <memory>
 #include <new>
-#include <string>
 #include <vector>
 
 #include "fourier.h"
@@ -23,16 +23,19 @@ namespace {
 
 using sn::Buffer;
 
-// The layout's numbers, in the order of `numbers` in ops/record.py.
-struct LayoutArguments {
+// A converter for "O&": a layout from the tuple that `numbers` in ops/record.py returns.
+int layout_of(PyObject* numbers, void* to) {
   long long block, parts, kept, words;
   int values, code_bits, mantissa, bitmap;
-
-  sn::Layout layout() const {
-    return {block, parts, kept, words, static_cast<sn::Values>(values), code_bits, mantissa,
-            bitmap != 0};
-  }
-};
+  if (!PyTuple_Check(numbers)) return PyErr_BadArgument();
+  if (!PyArg_ParseTuple(numbers, "LLLLiiip", &block, &parts, &kept, &words, &values, &code_bits,
+                        &mantissa, &bitmap))
+    return 0;
+  *static_cast<sn::Layout*>(to) = {
+      block,     parts,    kept,        words, static_cast<sn::Values>(values),
+      code_bits, mantissa, bitmap != 0};
+  return 1;
+}
 
 // The number of rows, or -1 with an exception set if the buffers do not belong together.
 int64_t rows_of(const Buffer& words, const Buffer& floats, const sn::Layout& layout) {
@@ -43,6 +46,10 @@ int64_t rows_of(const Buffer& words, const Buffer& floats, const sn::Layout& lay
     return -1;
   }
   return rows;
+}
+
+PyObject* tally_of(const sn::Tally& tally) {
+  return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
 }
 
 // Whether the buffers of `count` elements in runs of groups belong together; if not, an exception is
@@ -64,53 +71,41 @@ bool groups_match(int64_t count, int64_t run, int bits, int64_t group, const Buf
 }
 
 PyObject* encode(PyObject*, PyObject* args) {
-  PyObject *floats_arg, *memory_arg, *words_arg;
-  LayoutArguments a;
+  Buffer floats, memory, words;
+  sn::Layout layout;
   double decay;
   long long top;
-  if (!PyArg_ParseTuple(args, "OOOLLLLiiipdL", &floats_arg, &memory_arg, &words_arg, &a.block,
-                        &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
-                        &a.bitmap, &decay, &top))
-    return nullptr;
-  const sn::Layout layout = a.layout();
-  Buffer floats, memory, words;
-  const bool remembers = memory_arg != Py_None;
-  if (!floats.take(floats_arg, true) || !words.take(words_arg, true) ||
-      (remembers && !memory.take(memory_arg, true)))
+  if (!PyArg_ParseTuple(args, "O&O&O&O&dL", Buffer::out, &floats, Buffer::out_or_none, &memory,
+                        Buffer::out, &words, layout_of, &layout, &decay, &top))
     return nullptr;
   const int64_t rows = rows_of(words, floats, layout);
   if (rows < 0) return nullptr;
-  if (remembers && memory.bytes() != floats.bytes())
+  if (memory && memory.bytes() != floats.bytes())
     return PyErr_Format(PyExc_ValueError, "memory has %zd bytes, the coefficients %zd",
                         memory.bytes(), floats.bytes());
   sn::Tally tally;
-  if (!sn::unlocked([&] {
-        tally = sn::encode_records(floats.as<float>(), remembers ? memory.as<float>() : nullptr,
-                                   words.as<uint32_t>(), rows, layout, static_cast<float>(decay),
-                                   top);
-      }))
-    return nullptr;
-  return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
+  const bool done = sn::unlocked([&] {
+    tally = sn::encode_records(floats.as<float>(), memory.as<float>(), words.as<uint32_t>(), rows,
+                               layout, static_cast<float>(decay), top);
+  });
+  return done ? tally_of(tally) : nullptr;
 }
 
 PyObject* decode(PyObject*, PyObject* args) {
-  PyObject *words_arg, *accum_arg;
-  LayoutArguments a;
-  double weight;
-  if (!PyArg_ParseTuple(args, "OOLLLLiiipd", &words_arg, &accum_arg, &a.block, &a.parts, &a.kept,
-                        &a.words, &a.values, &a.code_bits, &a.mantissa, &a.bitmap, &weight))
-    return nullptr;
-  const sn::Layout layout = a.layout();
   Buffer words, accum;
-  if (!words.take(words_arg, false) || !accum.take(accum_arg, true)) return nullptr;
+  sn::Layout layout;
+  double weight;
+  if (!PyArg_ParseTuple(args, "O&O&O&d", Buffer::in, &words, Buffer::out, &accum, layout_of,
+                        &layout, &weight))
+    return nullptr;
   const int64_t rows = rows_of(words, accum, layout);
   if (rows < 0) return nullptr;
-  int64_t damaged;
-  Py_BEGIN_ALLOW_THREADS
-  damaged = sn::decode_records(words.as<const uint32_t>(), accum.as<float>(), rows, layout,
-                               static_cast<float>(weight));
-  Py_END_ALLOW_THREADS
-  return PyLong_FromLongLong(damaged);
+  int64_t damaged = -1;
+  const bool done = sn::unlocked([&] {
+    damaged = sn::decode_records(words.as<const uint32_t>(), accum.as<float>(), rows, layout,
+                                 static_cast<float>(weight));
+  });
+  return done ? PyLong_FromLongLong(damaged) : nullptr;
 }
 
 // Whether blocks of this length, in such spans, have a Fourier with these roots; if not, an exception
@@ -139,16 +134,14 @@ PyObject* fourier(PyObject*, PyObject* args) {
   if (values.bytes() != rows * block * 4 || bins.bytes() != rows * (block + 2) * 4)
     return PyErr_Format(PyExc_ValueError, "%zd bytes of values and %zd of bins do not match",
                         values.bytes(), bins.bytes());
-  if (!sn::unlocked([&] {
-        sn::Fourier fourier(block, span, roots.as<const float>());
-        for (int64_t i = 0; i < rows; ++i)
-          if (back)
-            fourier.inverse(bins.as<float>() + i * (block + 2), values.as<float>() + i * block);
-          else
-            fourier.forward(values.as<float>() + i * block, bins.as<float>() + i * (block + 2));
-      }))
-    return nullptr;
-  Py_RETURN_NONE;
+  return sn::run([&] {
+    sn::Fourier fourier(block, span, roots.as<const float>());
+    for (int64_t i = 0; i < rows; ++i)
+      if (back)
+        fourier.inverse(bins.as<float>() + i * (block + 2), values.as<float>() + i * block);
+      else
+        fourier.forward(values.as<float>() + i * block, bins.as<float>() + i * (block + 2));
+  });
 }
 
 // Whether `values` are the rows of these records; if not, an exception is set.
@@ -163,48 +156,37 @@ bool values_match(const Buffer& values, const Buffer& words, const sn::Layout& l
 }
 
 PyObject* encode_blocks(PyObject*, PyObject* args) {
-  PyObject *values_arg, *memory_arg, *words_arg, *roots_arg;
-  LayoutArguments a;
+  Buffer values, memory, words, roots;
+  sn::Layout layout;
   double decay;
   long long top, span;
-  if (!PyArg_ParseTuple(args, "OOOLLLLiiipdLLO", &values_arg, &memory_arg, &words_arg, &a.block,
-                        &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
-                        &a.bitmap, &decay, &top, &span, &roots_arg))
-    return nullptr;
-  const sn::Layout layout = a.layout();
-  Buffer values, memory, words, roots;
-  const bool remembers = memory_arg != Py_None;
-  if (!values.take(values_arg, false) || !words.take(words_arg, true) ||
-      !roots.take(roots_arg, false) || (remembers && !memory.take(memory_arg, true)) ||
+  if (!PyArg_ParseTuple(args, "O&O&O&O&dLLO&", Buffer::in, &values, Buffer::out_or_none, &memory,
+                        Buffer::out, &words, layout_of, &layout, &decay, &top, &span, Buffer::in,
+                        &roots) ||
       !fourier_fits(layout.block, span, roots))
     return nullptr;
   const int64_t rows = words.bytes() / (4 * layout.words);
   if (!values_match(values, words, layout, rows)) return nullptr;
-  if (remembers && memory.bytes() != rows * layout.floats() * 4)
+  if (memory && memory.bytes() != rows * layout.floats() * 4)
     return PyErr_Format(PyExc_ValueError, "memory has %zd bytes for %lld rows", memory.bytes(),
                         static_cast<long long>(rows));
   sn::Tally tally;
-  if (!sn::unlocked([&] {
-        tally = sn::encode_blocks(values.as<const float>(), remembers ? memory.as<float>() : nullptr,
-                                  words.as<uint32_t>(), rows, layout, static_cast<float>(decay), top,
-                                  span, roots.as<const float>());
-      }))
-    return nullptr;
-  return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
+  const bool done = sn::unlocked([&] {
+    tally = sn::encode_blocks(values.as<const float>(), memory.as<float>(), words.as<uint32_t>(),
+                              rows, layout, static_cast<float>(decay), top, span,
+                              roots.as<const float>());
+  });
+  return done ? tally_of(tally) : nullptr;
 }
 
 PyObject* decode_blocks(PyObject*, PyObject* args) {
-  PyObject *payloads_arg, *values_arg, *roots_arg;
-  LayoutArguments a;
+  PyObject* payloads_arg;
+  Buffer values, roots;
+  sn::Layout layout;
   double weight;
   long long span;
-  if (!PyArg_ParseTuple(args, "O!OLLLLiiipdLO", &PyTuple_Type, &payloads_arg, &values_arg, &a.block,
-                        &a.parts, &a.kept, &a.words, &a.values, &a.code_bits, &a.mantissa,
-                        &a.bitmap, &weight, &span, &roots_arg))
-    return nullptr;
-  const sn::Layout layout = a.layout();
-  Buffer values, roots;
-  if (!values.take(values_arg, true) || !roots.take(roots_arg, false) ||
+  if (!PyArg_ParseTuple(args, "O!O&O&dLO&", &PyTuple_Type, &payloads_arg, Buffer::out, &values,
+                        layout_of, &layout, &weight, &span, Buffer::in, &roots) ||
       !fourier_fits(layout.block, span, roots))
     return nullptr;
   const int64_t rows = values.bytes() / (4 * layout.block);
@@ -218,65 +200,55 @@ PyObject* decode_blocks(PyObject*, PyObject* args) {
     payloads.push_back(records[i].as<const uint32_t>());
   }
   int64_t damaged = -1;
-  if (!sn::unlocked([&] {
-        damaged = sn::decode_blocks(payloads, values.as<float>(), rows, layout,
-                                    static_cast<float>(weight), span, roots.as<const float>());
-      }))
-    return nullptr;
-  return PyLong_FromLongLong(damaged);
+  const bool done = sn::unlocked([&] {
+    damaged = sn::decode_blocks(payloads, values.as<float>(), rows, layout,
+                                static_cast<float>(weight), span, roots.as<const float>());
+  });
+  return done ? PyLong_FromLongLong(damaged) : nullptr;
 }
 
 PyObject* hadamard(PyObject*, PyObject* args) {
-  PyObject* rows_arg;
-  long long block;
-  if (!PyArg_ParseTuple(args, "OL", &rows_arg, &block)) return nullptr;
   Buffer rows;
-  if (!rows.take(rows_arg, true)) return nullptr;
+  long long block;
+  if (!PyArg_ParseTuple(args, "O&L", Buffer::out, &rows, &block)) return nullptr;
   if (block < 1 || (block & (block - 1)) || rows.bytes() % (4 * block))
     return PyErr_Format(PyExc_ValueError, "%zd bytes are not rows of %lld floats, a power of two",
                         rows.bytes(), block);
-  Py_BEGIN_ALLOW_THREADS
-  sn::hadamard(rows.as<float>(), rows.bytes() / (4 * block), block);
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
+  return sn::run([&] { sn::hadamard(rows.as<float>(), rows.bytes() / (4 * block), block); });
 }
 
-// The floats of a name; false with an exception set for one that is none.
-bool floats_of(const char* name, sn::Floats& kind) {
-  const std::string text = name;
-  if (text == "float32")
-    kind = sn::Floats::kSingle;
-  else if (text == "float16")
-    kind = sn::Floats::kHalf;
-  else if (text == "bfloat16")
-    kind = sn::Floats::kBrain;
-  else
-    return PyErr_Format(PyExc_ValueError, "got floats of type %s", name) != nullptr;
-  return true;
+PyObject* through_half(PyObject*, PyObject* args) {
+  Buffer values, out;
+  if (!PyArg_ParseTuple(args, "O&O&", Buffer::in, &values, Buffer::out, &out)) return nullptr;
+  if (values.bytes() != out.bytes()) return sn::wrong("through_half");
+  return sn::run([&] {
+    sn::through_half(values.as<const float>(), out.as<float>(), values.bytes() / 4);
+  });
+}
+
+// Converters for "O&": floats by the name of their type, and a form that runs here by its own.
+int floats_of(PyObject* name, void* to) {
+  const char* const names[] = {"float32", "float16", "bfloat16"};  // in the order of sn::Floats
+  for (int i = 0; PyUnicode_Check(name) && i < 3; ++i)
+    if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) {
+      *static_cast<sn::Floats*>(to) = static_cast<sn::Floats>(i);
+      return 1;
+    }
+  return PyErr_Format(PyExc_ValueError, "got floats of type %S", name) != nullptr;
 }
 
 Py_ssize_t bytes_of(sn::Floats kind) { return kind == sn::Floats::kSingle ? 4 : 2; }
 
-PyObject* through_half(PyObject*, PyObject* args) {
-  PyObject *values_arg, *out_arg;
-  if (!PyArg_ParseTuple(args, "OO", &values_arg, &out_arg)) return nullptr;
-  Buffer values, out;
-  if (!values.take(values_arg, false) || !out.take(out_arg, true)) return nullptr;
-  if (values.bytes() != out.bytes()) return sn::wrong("through_half");
-  Py_BEGIN_ALLOW_THREADS
-  sn::through_half(values.as<const float>(), out.as<float>(), values.bytes() / 4);
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
-}
-
 const char* const kForms[] = {"", "plain", "avx2", "avx512"};  // in the order of sn::Form
 
-// The form of a name; false with an exception set for one that does not run here.
-bool form_of(const char* name, sn::Form& form) {
-  for (int i = 0; i < 4; ++i)
-    if (std::strcmp(name, kForms[i]) == 0 && sn::form_runs(form = static_cast<sn::Form>(i)))
-      return true;
-  return PyErr_Format(PyExc_ValueError, "no form %s on this processor", name) != nullptr;
+int form_of(PyObject* name, void* to) {
+  for (int i = 0; PyUnicode_Check(name) && i < 4; ++i)
+    if (const auto form = static_cast<sn::Form>(i);
+        PyUnicode_CompareWithASCIIString(name, kForms[i]) == 0 && sn::form_runs(form)) {
+      *static_cast<sn::Form*>(to) = form;
+      return 1;
+    }
+  return PyErr_Format(PyExc_ValueError, "no form %S on this processor", name) != nullptr;
 }
 
 PyObject* group_forms(PyObject*, PyObject*) {
@@ -290,7 +262,7 @@ PyObject* group_forms(PyObject*, PyObject*) {
   return names;
 }
 
-// What both directions are told of runs: how long they are and, if not empty, the numbers of a turn.
+// What both directions take of runs: how long they are and, if not empty, the numbers of a turn.
 struct RunArguments {
   long long count = 0, first = 0, length = 0;
   PyObject* numbers;
@@ -326,35 +298,27 @@ struct RunArguments {
 };
 
 PyObject* pack_groups(PyObject*, PyObject* args) {
-  PyObject *values_arg, *bases_arg, *steps_arg, *spread_arg, *codes_arg;
+  Buffer values, bases, steps, spread, codes;
   RunArguments a;
   long long group;
   int bits;
   double bound;
   unsigned int key, other;
-  const char *name, *form_name = "";
   sn::Floats kind;
-  sn::Form form;
-  if (!PyArg_ParseTuple(args, "OsOOOOLLiLdIIO!|s", &values_arg, &name, &bases_arg, &steps_arg,
-                        &spread_arg, &codes_arg, &a.first, &a.length, &bits, &group, &bound, &key,
-                        &other, &PyTuple_Type, &a.numbers, &form_name) ||
-      !floats_of(name, kind) || !form_of(form_name, form))
-    return nullptr;
-  Buffer values, bases, steps, spread, codes;
-  const bool look = spread_arg != Py_None;
-  if (!values.take(values_arg, false) || !bases.take(bases_arg, true) ||
-      !steps.take(steps_arg, true) || (look && !spread.take(spread_arg, true)) ||
-      !codes.take(codes_arg, true))
-    return nullptr;
-  if (!a.fit(values.bytes() / bytes_of(kind), group) ||
+  sn::Form form = sn::Form::kBest;
+  if (!PyArg_ParseTuple(args, "O&O&O&O&O&O&LLiLdIIO!|O&", Buffer::in, &values, floats_of, &kind,
+                        Buffer::out, &bases, Buffer::out, &steps, Buffer::out_or_none, &spread,
+                        Buffer::out, &codes, &a.first, &a.length, &bits, &group, &bound, &key,
+                        &other, &PyTuple_Type, &a.numbers, form_of, &form) ||
+      !a.fit(values.bytes() / bytes_of(kind), group) ||
       !groups_match(a.count, a.length, bits, group, bases, steps, codes))
     return nullptr;
-  if (look && spread.bytes() != bases.bytes())
+  if (spread && spread.bytes() != bases.bytes())
     return PyErr_Format(PyExc_ValueError, "spread has %zd bytes, bases %zd", spread.bytes(),
                         bases.bytes());
   const sn::Grid grid = {bits, group, static_cast<float>(bound), key, other};
-  const sn::Packed packed = {bases.as<float>(), steps.as<uint16_t>(),
-                             look ? spread.as<uint32_t>() : nullptr, codes.as<uint8_t>()};
+  const sn::Packed packed = {bases.as<float>(), steps.as<uint16_t>(), spread.as<uint32_t>(),
+                             codes.as<uint8_t>()};
   sn::Escapes escapes;
   if (!sn::unlocked([&] {
         sn::pack_groups(values.as<const void>(), kind, a.runs(), grid, form, packed, escapes);
@@ -370,31 +334,23 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
 }
 
 PyObject* unpack_groups(PyObject*, PyObject* args) {
-  PyObject *bases_arg, *steps_arg, *codes_arg, *values_arg;
+  Buffer values, bases, steps, codes;
   RunArguments a;
   long long group;
   int bits;
-  const char *name, *form_name = "";
   sn::Floats kind;
-  sn::Form form;
-  if (!PyArg_ParseTuple(args, "OOOOsLLiLO!|s", &bases_arg, &steps_arg, &codes_arg, &values_arg,
-                        &name, &a.first, &a.length, &bits, &group, &PyTuple_Type, &a.numbers,
-                        &form_name) ||
-      !floats_of(name, kind) || !form_of(form_name, form))
-    return nullptr;
-  Buffer values, bases, steps, codes;
-  if (!values.take(values_arg, true) || !bases.take(bases_arg, false) ||
-      !steps.take(steps_arg, false) || !codes.take(codes_arg, false))
-    return nullptr;
-  if (!a.fit(values.bytes() / bytes_of(kind), group) ||
+  sn::Form form = sn::Form::kBest;
+  if (!PyArg_ParseTuple(args, "O&O&O&O&O&LLiLO!|O&", Buffer::in, &bases, Buffer::in, &steps,
+                        Buffer::in, &codes, Buffer::out, &values, floats_of, &kind, &a.first,
+                        &a.length, &bits, &group, &PyTuple_Type, &a.numbers, form_of, &form) ||
+      !a.fit(values.bytes() / bytes_of(kind), group) ||
       !groups_match(a.count, a.length, bits, group, bases, steps, codes))
     return nullptr;
   const sn::Packed packed = {bases.as<float>(), steps.as<uint16_t>(), nullptr,
                              codes.as<uint8_t>()};
-  Py_BEGIN_ALLOW_THREADS
-  sn::unpack_groups(packed, a.runs(), bits, group, form, values.as<void>(), kind);
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
+  return sn::run([&] {
+    sn::unpack_groups(packed, a.runs(), bits, group, form, values.as<void>(), kind);
+  });
 }
 
 PyMethodDef methods[] = {
@@ -420,10 +376,8 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "_core", "C++ back end of sn_compre
 }  // namespace
 
 PyMODINIT_FUNC PyInit__core() {
-  PyObject* made = PyModule_Create(&module);
-  if (made && (PyModule_AddFunctions(made, sn::low_rank_methods) < 0 ||
-               PyModule_AddFunctions(made, sn::graph_methods) < 0 ||
-               PyModule_AddFunctions(made, sn::rounds_methods) < 0))
-    Py_CLEAR(made);
-  return made;
+  PyObject* core = PyModule_Create(&module);
+  for (PyMethodDef* more : {sn::low_rank_methods, sn::graph_methods, sn::rounds_methods})
+    if (core && PyModule_AddFunctions(core, more) < 0) Py_CLEAR(core);
+  return core;
 }

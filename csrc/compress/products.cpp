@@ -310,10 +310,19 @@ SN_INLINE void outer_by(const Matrix<const float>& left, const Matrix<const floa
   }
 }
 
-// One function of each kind for an instruction set: the width of its registers, and rows,
-// directions and columns at a time that these hold.
+// The products in the instructions of one set.
+struct Kernel {
+  int64_t most;  // directions of `turned` at a time
+  void (*rows)(const Matrix<const float>&, const Matrix<const float>&, const Matrix<float>&,
+               const float* turned);
+  void (*columns)(const Matrix<const float>&, const Matrix<const float>&, const Matrix<float>&);
+  void (*outer)(const Matrix<const float>&, const Matrix<const float>&, const Matrix<float>&,
+                bool subtract, const float* turned, float* fours);
+};
+
+// Those of an instruction set: the width of its registers, and rows, directions and columns at a time
+// that these hold.
 #define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide)  \
-  constexpr int64_t name##_most = rows_most;                                                      \
   target void name##_rows(const Matrix<const float>& matrix, const Matrix<const float>& factor,   \
                           const Matrix<float>& sums, const float* turned) {                       \
     times_rows_by<width, rows, rows_most>(matrix, factor, sums, turned);                          \
@@ -326,39 +335,37 @@ SN_INLINE void outer_by(const Matrix<const float>& left, const Matrix<const floa
                            const Matrix<float>& matrix, bool subtract, const float* turned,       \
                            float* fours) {                                                        \
     outer_by<width, outer_wide>(left, right, matrix, subtract, turned, fours);                    \
-  }
+  }                                                                                               \
+  constexpr Kernel name = {rows_most, name##_rows, name##_columns, name##_outer};
 
 SN_PRODUCTS(plain, , 4, 4, 1, 2, 1, 1)
 #if defined(__x86_64__) && defined(__GNUC__)
-#define SN_X86 1
 SN_PRODUCTS(avx2, __attribute__((target("avx2"))), 8, 4, 1, 3, 2, 1)
 SN_PRODUCTS(avx512, __attribute__((target("avx2,avx512f,avx512bw,avx512dq,avx512vl"))), 16, 8, 3,
             6, 4, 4)
-#endif
+constexpr Kernel kKernels[] = {plain, avx2, avx512};
 
-}  // namespace
-
-int product_kernels() {
-#ifdef SN_X86
+int supported() {
   __builtin_cpu_init();
   if (!__builtin_cpu_supports("avx2")) return 1;
   const bool all = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   return all ? 3 : 2;
-#else
-  return 1;
-#endif
 }
+#else
+constexpr Kernel kKernels[] = {plain};
+
+int supported() { return 1; }
+#endif
+
+}  // namespace
+
+int product_kernels() { return supported(); }
 
 void times_rows(const Matrix<const float>& matrix, const Matrix<const float>& factor,
                 const Matrix<float>& sums, int kernel) {
-#ifdef SN_X86
-  if (kernel == 2)
-    return avx512_rows(matrix, factor, sums, in_turn(factor, avx512_most).data());
-  if (kernel == 1) return avx2_rows(matrix, factor, sums, in_turn(factor, avx2_most).data());
-#endif
-  (void)kernel;
-  plain_rows(matrix, factor, sums, in_turn(factor, plain_most).data());
+  const Kernel& use = kKernels[kernel];
+  use.rows(matrix, factor, sums, in_turn(factor, use.most).data());
 }
 
 void times_columns(const Matrix<const float>& matrix, const Matrix<const float>& factor,
@@ -366,12 +373,7 @@ void times_columns(const Matrix<const float>& matrix, const Matrix<const float>&
   if (!matrix.rows)
     for (int64_t j = 0; j < sums.rows; ++j)
       std::fill_n(sums.at + j * sums.stride, sums.columns, 0.0f);
-#ifdef SN_X86
-  if (kernel == 2) return avx512_columns(matrix, factor, sums);
-  if (kernel == 1) return avx2_columns(matrix, factor, sums);
-#endif
-  (void)kernel;
-  plain_columns(matrix, factor, sums);
+  kKernels[kernel].columns(matrix, factor, sums);
 }
 
 void outer(const Matrix<const float>& left, const Matrix<const float>& right,
@@ -383,12 +385,7 @@ void outer(const Matrix<const float>& left, const Matrix<const float>& right,
   for (int64_t j = 0; j < right.rows; ++j)
     std::copy_n(right.at + j * right.stride + even, matrix.columns - even,
                 turned.data() + j * kLanes);
-#ifdef SN_X86
-  if (kernel == 2) return avx512_outer(left, right, matrix, subtract, turned.data(), fours.data());
-  if (kernel == 1) return avx2_outer(left, right, matrix, subtract, turned.data(), fours.data());
-#endif
-  (void)kernel;
-  plain_outer(left, right, matrix, subtract, turned.data(), fours.data());
+  kKernels[kernel].outer(left, right, matrix, subtract, turned.data(), fours.data());
 }
 
 SN_CLONES double remember(const float* memory, const float* gradient, float decay, float* out,

@@ -9,13 +9,13 @@ namespace sn {
 constexpr uint32_t kNonFinite = 0x7FC0;
 
 // Large blocks, whose transform might leave float32, are encoded over 2**kShift. Twin, with the
-// reasons for these numbers: ops/record.py.
+// reasons for these numbers: ops/quantize.py.
 constexpr uint32_t kLarge = 0x8000;  // in the head
 constexpr int kShift = 40;
 constexpr uint32_t kOctave = 1 << 7;  // of a head
 constexpr float kLimit = 0x1p90f, kMemory = 0x1p126f;
 
-enum class Values { range, half, sign, two_bit };  // the order of ops/record.py
+enum class Values { range, half, sign, two_bit };  // the order of ops/quantize.py
 
 struct Layout {
   int64_t block, parts, kept, words;

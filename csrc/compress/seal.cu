@@ -1,4 +1,4 @@
-// Headers of payloads, before and after their records: contract.py, Payload.seal.
+// Headers of payloads, before and after their records: codecs/base.py, Payload.seal.
 // The records' share of the checksum is summed where they are written and read, in fused.cu, so no
 // payload is read twice.
 #include "section.cuh"

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "half.h"
 #include "quantize.h"
 
 namespace sn {
@@ -20,18 +21,10 @@ class HalfScale {
 
   static uint32_t head_for(uint32_t peak) { return (peak >> 23) << 7; }
 
-  // Rounds to nearest, ties to even, but never to an infinite value; scaled values are below 2**15, so nothing overflows.
+  // Rounds to nearest, ties to even, but never to an infinite value; scaled values are below 2**15.
   uint32_t encode(float value) const {
-    const uint32_t raw = to_bits(value * scale_);
-    const uint32_t sign = raw >> 16 & 0x8000u, magnitude = raw & 0x7FFFFFFFu;
-    if (magnitude < 0x38800000u) {  // below 2**-14: a subnormal half, a multiple of 2**-24
-      const float steps = from_bits(magnitude) * 16777216.0f;      // below 2**10, exact
-      const float rounded = (steps + 12582912.0f) - 12582912.0f;  // 1.5 * 2**23: to integer
-      return sign | static_cast<uint32_t>(rounded);
-    }
-    const uint32_t even = magnitude + 0xFFFu + (magnitude >> 13 & 1u);
-    const uint32_t code = (even >> 13) - (112u << 10);
-    return sign | (code < largest_ ? code : largest_);
+    const uint32_t code = to_half(value * scale_);
+    return (code & 0x7FFFu) < largest_ ? code : (code & 0x8000u) | largest_;
   }
 
   float decode(uint32_t code) const {

@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "../compress/bits.h"
-#include "../compress/door.h"
+#include "../compress/bindings.h"
 #include "../compress/lanes.h"
 #include "bindings.h"
 

@@ -22,13 +22,23 @@ import numpy as np
 from .. import _cuda, arrays
 from ..arrays import on_cuda
 from ..errors import CompressError, PayloadError
-from ..ops import launch, quantize
+from ..ops import launch
 from ..ops.launch import Format, Piece
 from . import batched
 from .base import HEADER_BYTES, Payload
-from .fft_settings import HEADER_WORDS, Coder, Section, blockwise, header, used_words
+from .fft_settings import (
+    HEADER_WORDS,
+    Coder,
+    Section,
+    blockwise,
+    fixed_top,
+    header,
+    used_words,
+)
 
-_flags: dict[int, Any] = {}  # by device: u32 [1] on it, raised by decoding
+# By device: u32 [1] on it, raised by decoding and read when somebody asks: to raise an error at
+# once, each decoding would have to wait for the device.
+_flags: dict[int, Any] = {}
 _DAMAGE = {
     1: "a record with a range that is not finite or positions out of order",
     2: "a header of another codec, other settings or another number of elements",
@@ -44,10 +54,8 @@ def new_state(codec: Coder, like: Any) -> list[Any]:
     """
     vector = _cuda.view(like)
     with vector.run().context() as xp:
-        return [
-            xp.zeros((s.count, s.layout.bins * s.layout.parts), "float32")
-            for s in codec.sections(vector.elements)
-        ]
+        shapes = batched.memory_shapes(codec, vector.elements)
+        return [xp.zeros(shape, "float32") for shape in shapes]
 
 
 def to_device(state: Sequence[Any], like: Any) -> list[Any]:
@@ -109,6 +117,7 @@ class Encoder:
             raise CompressError(
                 f"payload buffers of {[b.size for b in self.buffers]} bytes; expected {sizes}"
             )
+        # Array code writes whole payloads, header and checksum too: sheets are of the others.
         self._by_kernels = [_fit_kernels(codec, view.elements) for view in self._views]
         self._sheets = [
             launch.Sheet(
@@ -127,19 +136,26 @@ class Encoder:
     def run(self, decay: float = 1.0) -> list[Payload]:
         """Encode; on the stream that the tensors' framework works on now."""
         device = self._views[0].run()
+        # Headers and zeroed counters first: blocks add what they clip and their part of the
+        # checksum to the counters, and sealing reads them last. All on one stream, so in this
+        # order.
         launch.open_payloads(device, self._sheets)
-        top = _top(self.codec)
+        top = fixed_top(self.codec)
         pieces: dict[Format, list[Piece]] = defaultdict(list)
         sources = []  # alive until launched
         for i, (view, by_kernels) in enumerate(zip(self._views, self._by_kernels, strict=True)):
             if not by_kernels:
                 self._encode_as_arrays(device, i, view, decay)
                 continue
+            # All pieces of one format in one launch, however many tensors: so they are collected.
             sources.append(self._prepared(device, view))
             for at, section in enumerate(self.codec.sections(view.elements)):
                 memory = None if self._states is None else self._states[i][at]
                 form = Format.of(section.layout, blockwise(self.codec), self.codec.span)
-                pieces[form].append(self._piece(i, sources[-1], section, memory))
+                address = 0 if memory is None else int(memory.data.ptr)
+                words = int(self.buffers[i].data.ptr)
+                piece = _piece(sources[-1], section, words, self._total(i), address)
+                pieces[form].append(piece)
         for form, rows in pieces.items():
             launch.encode_blocks(device, form, rows, decay=decay, top=top)
         launch.seal_payloads(device, self._sheets)
@@ -183,28 +199,30 @@ class Encoder:
                 )
             return _cuda.view(array)
 
-    def _piece(self, i: int, source: _cuda.View, section: Section, memory: Any) -> Piece:
-        size = 4 if source.dtype == "float32" else 2
-        return Piece(
-            values=source.address + section.start * size,
-            dtype=source.dtype,
-            elements=section.stop - section.start,
-            blocks=section.count,
-            words=self._word(i, section.words_at),
-            first_word=HEADER_WORDS + section.words_at,
-            totals=self._total(i),
-            memory=0 if memory is None else int(memory.data.ptr),
-        )
-
-    def _word(self, i: int, at: int) -> int:
-        return int(self.buffers[i].data.ptr) + HEADER_BYTES + 4 * at
-
     def _total(self, i: int) -> int:
         return int(self._totals.data.ptr) + 16 * i
 
 
+def _piece(
+    view: _cuda.View, section: Section, payload: int, totals: int, memory: int, rank_words: int = 0
+) -> Piece:
+    """A section of a tensor for a launch; `payload` is an address, when decoding of rank 0's."""
+    size = 4 if view.dtype == "float32" else 2
+    return Piece(
+        values=view.address + section.start * size,
+        dtype=view.dtype,
+        elements=section.stop - section.start,
+        blocks=section.count,
+        words=payload + HEADER_BYTES + 4 * section.words_at,
+        first_word=HEADER_WORDS + section.words_at,
+        totals=totals,
+        memory=memory,
+        rank_words=rank_words,
+    )
+
+
 def _check_state(codec: Coder, state: list[Any], n: int) -> None:
-    shapes = [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
+    shapes = batched.memory_shapes(codec, n)
     dtypes = {str(part.dtype) for part in state}
     device = all(on_cuda(part) for part in state)
     if not device or [part.shape for part in state] != shapes or dtypes - {"float32"}:
@@ -213,13 +231,6 @@ def _check_state(codec: Coder, state: list[Any], n: int) -> None:
             f"expected {shapes} of float32 on the tensor's device. Make it with "
             "new_state(n, like=tensor)."
         )
-
-
-def _top(codec: Coder) -> int | None:
-    if not isinstance(codec.window, (int, float)):
-        return None
-    peak = np.float32(codec.window).view(np.uint32)
-    return int(quantize.window_top(peak, codec.mantissa))
 
 
 class Decoder:
@@ -239,6 +250,7 @@ class Decoder:
         self.ranks = int(self._gathered[0].shape[0])
         for buffer, view in zip(self._gathered, self._views, strict=True):
             expected = (self.ranks, codec.payload_bytes(view.elements))
+            # Kernels read 32-bit words, and know one distance from each rank's payload to the next.
             rows = buffer.strides[0] % 4 == 0 and buffer.strides[1] == 1
             if buffer.shape != expected or not rows or int(buffer.data.ptr) % 4:
                 raise PayloadError(
@@ -246,11 +258,12 @@ class Decoder:
                     f"{expected}, rows contiguous and aligned to four bytes. Were they cut?"
                 )
         device = self._views[0].run()
+        # Allocated here and not in `run`, which a CUDA graph may capture.
         with device.context() as xp:
             self._totals = xp.empty((len(self._views), self.ranks), "uint64")
             if device.device not in _flags:
                 _flags[device.device] = xp.zeros(1, "uint32")
-                device.stream.synchronize()  # other streams raise flags, too
+                device.stream.synchronize()  # its zeros before another stream raises it
         self._flag = int(_flags[device.device].data.ptr)
         self._by_kernels = [_fit_kernels(codec, view.elements) for view in self._views]
         self._sheets = [
@@ -275,6 +288,8 @@ class Decoder:
             if not by_kernels:
                 self._decode_as_arrays(device, i, view)
             elif self.codec.transform == "axes":
+                # Coefficients are decoded beside the output and transformed into it, one tensor at
+                # a time: `_from_axes` has to come after the launch of its own blocks.
                 with device.context() as xp:
                     target = _cuda.view(xp.empty(view.elements, "float32"))
                 self._add_pieces(i, target, pieces)
@@ -289,7 +304,9 @@ class Decoder:
         """Leave the blocks of tensor i for a common launch."""
         for section in self.codec.sections(target.elements):
             form = Format.of(section.layout, blockwise(self.codec), self.codec.span)
-            pieces[form].append(self._piece(i, target, section))
+            words, rank_words = int(self._gathered[i].data.ptr), self._gathered[i].strides[0] // 4
+            piece = _piece(target, section, words, self._total(i), self._flag, rank_words)
+            pieces[form].append(piece)
 
     def _decode_as_arrays(self, device: _cuda.CudaDevice, i: int, view: _cuda.View) -> None:
         with device.context() as xp:
@@ -297,26 +314,13 @@ class Decoder:
             decoded = batched.decode(self.codec, words, [view.elements])
             view.store(0, decoded.means[0])
             flags = _flags[device.device]
+            # In place and without a branch: reading `damaged` would wait for the device.
             flags |= decoded.damaged.astype("uint32") * np.uint32(8)
 
     def _launch(self, device: _cuda.CudaDevice, pieces: dict[Format, list[Piece]]) -> None:
         for form, rows in pieces.items():
             launch.decode_blocks(device, form, rows, ranks=self.ranks, weight=1 / self.ranks)
         pieces.clear()
-
-    def _piece(self, i: int, target: _cuda.View, section: Section) -> Piece:
-        size = 4 if target.dtype == "float32" else 2
-        return Piece(
-            values=target.address + section.start * size,
-            dtype=target.dtype,
-            elements=section.stop - section.start,
-            blocks=section.count,
-            words=self._word(i, 0, section.words_at),
-            first_word=HEADER_WORDS + section.words_at,
-            totals=self._total(i),
-            memory=self._flag,
-            rank_words=self._gathered[i].strides[0] // 4,
-        )
 
     def _from_axes(self, device: _cuda.CudaDevice, source: _cuda.View, view: _cuda.View) -> None:
         codec = self.codec
@@ -326,10 +330,6 @@ class Decoder:
                 arrays.scipy_fft(tensor).idctn(tensor, axes=codec.axes, norm="ortho").reshape(-1)
             )
             view.store(0, values)
-
-    def _word(self, i: int, rank: int, at: int) -> int:
-        buffer = self._gathered[i]
-        return int(buffer.data.ptr) + rank * int(buffer.strides[0]) + HEADER_BYTES + 4 * at
 
     def _total(self, i: int) -> int:
         return int(self._totals.data.ptr) + 8 * self.ranks * i
@@ -360,6 +360,7 @@ def raise_if_damaged(device: int = 0) -> None:
 def side_by_side(buffers: list[Any]) -> Any:
     """Payloads as [ranks, nbytes]: as they lie if evenly spaced in one array, else copied."""
     xp, first = _cuda.cupy(), buffers[0]
+    # Payloads of one gather are rows of one buffer: rows at even distances need no copy.
     base = first.base if first.base is not None else first
     places = [int(buffer.data.ptr) for buffer in buffers]
     steps = {b - a for a, b in pairwise(places)} or {first.size}

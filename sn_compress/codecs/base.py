@@ -25,13 +25,15 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 MAGIC = b"SN"
-# What is written, and 3 of one FFT over more elements than blocks have; version 1, with another
-# checksum, is still read.
+# What is written; 3 where one FFT is longer than blocks are, whose coefficients are other ones than
+# before (decision 86). Version 1, with another checksum, is still read.
 VERSION = 2
 HEADER_BYTES = 32
 SETTINGS_BYTES = 12
 ALIGN = 16
 MAX_ELEMENTS = 2**48
+# What a reader allocates at most who has not said how many elements it expects: at theta near 1 a
+# payload of some tens of bytes may stand for 2**32 of them.
 _MOST_UNASKED, _MOST_OF_A_BYTE = 2**26, 2**16
 # magic, version, codec id, n, settings, saturated, checksum
 _HEADER = struct.Struct("<2sBBQ12sII")
@@ -80,8 +82,9 @@ class Payload:
         energy: float | None = None, error: float | None = None, version: int = VERSION,
     ) -> Payload:  # fmt: skip
         """Write the header in front of a finished body; `buffer` has room for both."""
-        saturated = min(saturated, 2**32 - 1)
+        saturated = min(saturated, 2**32 - 1)  # a counter that ends rather than wraps around
         head = _HEADER.pack(MAGIC, version, codec_id, n, settings, saturated, 0)
+        # The checksum last: it is that of the whole payload with zeros in its own place.
         buffer[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
         buffer[28:32] = np.frombuffer(struct.pack("<I", sums.crc(buffer)), np.uint8)
         return cls(buffer, codec_id, n, settings, saturated, energy, error)
@@ -116,6 +119,8 @@ class Payload:
         magic, version, codec_id, claimed, settings, saturated, written = _HEADER.unpack(
             buffer[:HEADER_BYTES].tobytes()
         )
+        # The version before the checksum, which is another in each: a rank with a later release
+        # shall read of versions, not of corruption.
         if magic != MAGIC or version not in _CHECKSUMS:
             raise PayloadError(
                 f"not a payload of this format: got magic {magic!r}, version {version}; "
@@ -125,6 +130,7 @@ class Payload:
             raise PayloadError(
                 f"header claims {claimed} elements; the format allows {MAX_ELEMENTS}"
             )
+        # Damage before sizes: a flipped bit in n is damage, and not another model.
         if (checksum := _CHECKSUMS[version](buffer)) != written:
             raise PayloadError(
                 f"checksum is {checksum:#010x}, header says {written:#010x}: corrupt in transit. "
@@ -157,7 +163,8 @@ class Codec(ABC):
     codec_id: int
     settings: bytes
     version = VERSION  # of the format, as written into headers
-    # Whether a state holds what was dropped, at least as many numbers as the vector has elements.
+    # Whether a state holds what was dropped, in as many numbers as the vector has elements or more:
+    # a saved one with fewer is refused before anything of the size that it declares is allocated.
     remembers = True
 
     @property
@@ -239,6 +246,7 @@ class Codec(ABC):
         Raises CompressError if something is missing, of another shape, NaN or Inf.
         """
         arrays = saved_item(saved, "arrays")
+        # Before new_state(n) below, which allocates n elements.
         if self.remembers:
             check_held(arrays, n)
         expected = self.new_state(n)
@@ -260,10 +268,7 @@ def saved_item(saved: Any, key: str) -> Any:
 
 
 def check_held(arrays: Any, n: int) -> None:
-    """Raise CompressError unless saved arrays have at least n elements.
-
-    So no size that only a number in a file declares is allocated.
-    """
+    """Raise CompressError unless saved arrays have at least n elements."""
     if (contained := saved_.held(arrays)) < n:
         raise CompressError(f"declares {n} elements, contains {contained}. {_OTHER}")
 
@@ -280,7 +285,7 @@ def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
             f"contains an array of shape {array.shape} and dtype {array.dtype}; expected "
             f"{like.shape} and {like.dtype}. {_OTHER}"
         )
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # float64 beyond float32 becomes Inf, which is refused below
         copy = np.array(array, like.dtype, order="C")
     if like.dtype.kind == "i" and (copy < 0).any():
         raise CompressError(f"step count is {copy.min()}; expected 0 or more. {_OTHER}")

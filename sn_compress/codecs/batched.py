@@ -36,9 +36,9 @@ from ..ops.checksum import Checksums
 from ..ops.quantize import Layout
 from ..ops.record_arrays import Records
 from ..ops.transforms import OverAxes, Transform
-from .fft_settings import HEADER_WORDS, Coder, blockwise, header
+from .fft_settings import HEADER_WORDS, Coder, blockwise, fixed_top, header, used_words
 
-_SATURATED = 6  # the header's word that says how many values were clipped
+_SATURATED = 6  # the header's word that says how many values were clipped; those before are fixed
 
 OptimizerState = Sequence[Array]
 """Of one tensor: [blocks, bins * parts] float32 for each of its sections; see memory_shapes."""
@@ -46,7 +46,7 @@ OptimizerState = Sequence[Array]
 
 @dataclass(frozen=True)
 class Encoded:
-    """What a step has made.
+    """The result of `encode`.
 
     words : [words] int32, the payloads one behind the other
     memories : the next step's, of each tensor; None if there were none
@@ -61,7 +61,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Decoded:
-    """What has come of a gather.
+    """The result of `decode`.
 
     means : [n] float32 of each tensor; NaN where a rank had a block that was not finite, and all
         of a tensor whose payload from any rank is damaged
@@ -79,7 +79,7 @@ def serves(codec: Coder) -> bool:
 
 def memory_shapes(codec: Coder, n: int) -> list[tuple[int, int]]:
     """The shapes of a tensor's memory, one for each of its sections."""
-    return [(s.count, s.layout.bins * s.layout.parts) for s in codec.sections(n)]
+    return [section.memory_shape for section in codec.sections(n)]
 
 
 def memory_on_host(state: Sequence[Any]) -> list[Any]:
@@ -116,6 +116,7 @@ def encode(
     tally : whether to count what was lost
     """
     batch = batch_of(codec, tuple(int(gradient.shape[0]) for gradient in gradients))
+    # Transforms along axes are products with matrices: in TF32 ranks would keep other bins.
     with full_fp32_matmul(gradients[0]):
         return batch.encode(
             gradients, memories, decay=decay, unused_waits=unused_waits, tally=tally
@@ -185,6 +186,7 @@ class Batch:
         self.groups = self._grouped()
         self.checksums = Checksums([size // 4 for size in nbytes])
         heads = [header(codec, n) + bytes(8) for n in sizes]
+        # Constants of the batch, not of a step: a graph or a capture holds them once per device.
         self.heads = Constant(np.frombuffer(b"".join(heads), "<i4").copy())
         places = np.add.outer(self.starts, np.arange(_SATURATED)).reshape(-1)
         self.head_at = Constant(places.astype(np.int64))
@@ -192,6 +194,9 @@ class Batch:
         self.fields = Constant(np.ascontiguousarray(fields))
         self.saturated_at = Constant(np.asarray(self.starts, np.int64) + _SATURATED)
         self.top = _top(codec)
+        # Blocks lie by layout, tallies are wanted by tensor: a stable sort puts each tensor's
+        # blocks side by side, and differences of a running sum at `ends` are sums of ragged rows,
+        # which no array library has.
         tensors = [
             np.repeat([r.tensor for r in g.runs], [r.count for r in g.runs]) for g in self.groups
         ]
@@ -231,6 +236,8 @@ class Batch:
     ) -> Encoded:
         """See `encode`."""
         xp = namespace(gradients[0])
+        # What is dropped, padded and looked at from here on is what the blocks will hold: casts to
+        # half precision and transforms along axes come first, as in FFTCodec.encode.
         gradients = self._prepared(gradients)
         blocks = [self._blocks(group, gradients) for group in self.groups]
         peaks = [largest_of_rows(values) for values in blocks]
@@ -241,10 +248,14 @@ class Batch:
         for place, (group, values) in enumerate(zip(self.groups, blocks, strict=True)):
             memory = None
             if memories is not None:
-                memory = _joined([memories[run.tensor][run.at] for run in group.runs])
+                memory = join([memories[run.tensor][run.at] for run in group.runs])
+            # Blocks near the end of float32 are scaled by a factor that is 1 for all others: a
+            # branch would read a value.
             is_large = xp.astype(quantize.reach(peaks[place], memory), xp.int64)
             down = take(quantize.LARGE_DOWN.on(values), is_large)[:, None]
             factor = down if decay == 1 else down * decay
+            # A tensor that no backward pass has reached sends zeros: its memory waits for a step in
+            # which it is used, as the engine's host path has it.
             if used is not None:
                 factor = factor * xp.astype(used[place], xp.float32)[:, None]
             coefficients = group.transform.forward(values * down)
@@ -262,6 +273,7 @@ class Batch:
                 pieces[run.tensor].append((run.at, xp.reshape(words[here], (-1,))))
                 if residual is not None:
                     residuals[run.tensor][run.at] = residual[here]
+        # The checksum is of all that comes before it: the count of clipped values goes first.
         wire = self._wire(gradients[0], pieces)
         if self.top is not None:
             counts = xp.astype(self._by_tensor(saturated), xp.int32)
@@ -270,6 +282,7 @@ class Batch:
         wire = put(wire, self.checksums.places.on(wire), sums)
         numbers = None
         if tally:
+            # Of no tensor with an element nothing is left to sum, and concat refuses an empty list.
             none = [xp.zeros(1, dtype=xp.float64, device=device_of(wire))]
             clipped = [xp.astype(count, xp.float64) for count in saturated]
             totals = [xp.sum(join(parts or none)) for parts in (energies, errors, clipped)]
@@ -289,6 +302,7 @@ class Batch:
                 for run in group.runs
             ]
             joined = records[0] if len(records) == 1 else xp.concat(records, axis=1)
+            # All ranks' records of a layout in one call, rank after rank: `add` sums in that order.
             words = bits.as_int64(xp.reshape(joined, (ranks * group.blocks, layout.words)))
             decoded = group.records.decode(words, ranks=ranks)
             shape = (group.blocks * layout.bins, layout.parts)
@@ -300,6 +314,8 @@ class Batch:
             rooms.append((values, missing))
             damaged = xp.reshape(decoded.damaged, (ranks, group.blocks))
             flags.append(xp.any(damaged))
+        # A payload from any rank with a wrong header or checksum spoils the tensor on every rank,
+        # all of it: the wrong word may have been anywhere. A damaged record spoils its block.
         spoilt = xp.any(bad, axis=0)  # [tensors]
         for (values, missing), group, tensor_of in zip(
             rooms, self.groups, self.tensor_of, strict=True
@@ -317,23 +333,23 @@ class Batch:
         return Decoded(self._finished(means), damaged)
 
     def _prepared(self, gradients: Sequence[Array]) -> Sequence[Array]:
-        """Cast to half precision, or turned along axes, where the codec says so."""
+        """Cast to half precision, or transformed along axes, where the codec says so."""
         codec, xp = self.codec, namespace(gradients[0])
         if codec.half:
             gradients = [xp.astype(gradient, xp.float16) for gradient in gradients]
         if codec.transform != "axes":
             return gradients
+        # A codec over axes serves one shape, so its tensors stack.
         stacked = xp.astype(xp.stack(list(gradients)), xp.float32)
-        matrix_transpose = self._along_axes(stacked, back=False)
-        return [matrix_transpose[at] for at in range(len(gradients))]
+        coefficients = self._along_axes(stacked, back=False)
+        return [coefficients[at] for at in range(len(gradients))]
 
     def _finished(self, means: list[Array]) -> list[Array]:
         codec, xp = self.codec, namespace(means[0])
         if codec.transform != "axes":
             return means
-        stacked = xp.stack(means)
-        matrix_transpose = self._along_axes(stacked, back=True)
-        return [matrix_transpose[at] for at in range(len(means))]
+        values = self._along_axes(xp.stack(means), back=True)
+        return [values[at] for at in range(len(means))]
 
     def _along_axes(self, stacked: Array, *, back: bool) -> Array:
         xp = namespace(stacked)
@@ -352,6 +368,8 @@ class Batch:
             parts.append(gradients[run.tensor][run.start : run.stop])
             if lacks:
                 parts.append(zeros[:lacks])
+        # Joined in the gradients' own type, cast once: in a library that is two launches, not two
+        # for each tensor.
         values = xp.astype(join(parts), xp.float32, copy=False)
         return xp.reshape(values, (group.blocks, block))
 
@@ -375,20 +393,22 @@ class Batch:
         """Headers, records and padding of all, [words] int32."""
         xp = namespace(like)
         heads = self.heads.on(like)
+        # A payload is a multiple of 16 bytes: at most three words of it are padding.
         padding = xp.zeros(3, dtype=xp.int32, device=device_of(like))
         parts = []
         for tensor, records in enumerate(pieces):
             parts.append(heads[tensor * HEADER_WORDS : (tensor + 1) * HEADER_WORDS])
             parts += [words for _, words in sorted(records, key=lambda piece: piece[0])]
-            words = self.codec.payload_bytes(self.sizes[tensor]) // 4 - HEADER_WORDS
-            used = sum(s.count * s.layout.words for s in self.codec.sections(self.sizes[tensor]))
-            if words > used:
-                parts.append(padding[: words - used])
+            n = self.sizes[tensor]
+            if unused := self.codec.payload_bytes(n) // 4 - used_words(self.codec, n):
+                parts.append(padding[:unused])
         return xp.concat(parts)
 
     def _damaged(self, gathered: Array) -> Array:
         """Payloads with another header or a wrong checksum, [ranks, tensors] bool."""
         xp, ranks = namespace(gathered), gathered.shape[0]
+        # Magic to settings: the words that all ranks' headers share. How many values a rank has
+        # clipped is its own.
         heads = xp.take(gathered, self.head_at.on(gathered), axis=1)
         heads = xp.reshape(heads, (ranks, len(self.sizes), _SATURATED))
         other = xp.any(heads != self.fields.on(gathered)[None], axis=2)
@@ -403,15 +423,9 @@ def batch_of(codec: Coder, sizes: tuple[int, ...]) -> Batch:
 
 
 def _top(codec: Coder) -> int | None:
-    if codec.window == "block":
-        return None
-    if codec.window == "payload":
+    if not serves(codec):
         raise CompressError(
             'window="payload" as array code, which encodes blocks of many payloads at once; '
             'expected window="block" or a number. Or encode tensors on the CPU.'
         )
-    return int(quantize.window_top(np.float32(codec.window).view(np.uint32), codec.mantissa))
-
-
-def _joined(parts: Sequence[Array]) -> Array:
-    return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts), axis=0)
+    return fixed_top(codec)

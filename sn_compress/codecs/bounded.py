@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import numpy as np
@@ -20,18 +21,16 @@ import numpy.typing as npt
 from ..errors import CompressError, PayloadError
 from ..ops import codes, groups, lorenzo
 from . import frame
-from .base import HEADER_BYTES, Codec, Floats, Payload
-from .frame import through_host
+from .base import HEADER_BYTES, Floats, Payload
 
 _SETTINGS = struct.Struct("<fBBBxI")
 _COUNTS = struct.Struct("<QQ")
 _FORMS = ("fixed", "paper")
-_NAN_STEP = 0x7FC0
+_NAN_STEP = 0x7FC0  # the upper half of a float32 NaN
 _SMALLEST = 2.0**-100
 
 
-@through_host
-class BoundedCodec(Codec):
+class BoundedCodec(frame.HostCodec):
     """Every element within an absolute bound.
 
     Parameters
@@ -95,7 +94,8 @@ class BoundedCodec(Codec):
         frame.check_setting(self, "measure", measure, isinstance(measure, bool), "True or False")
         self.bound, self.form, self.bits, self.group = bound, form, bits, group
         self.escapes, self.seed, self.threads, self.measure = escapes, seed, threads, measure
-        held = np.float32(bound)  # never above what was asked for
+        # What travels is float32: rounded down, so that no error is above what was asked for.
+        held = np.float32(bound)
         self._bound = float(np.nextafter(held, np.float32(0)) if float(held) > bound else held)
         self._room = int(escapes * (2**32 - 1))
         fixed = (0, bits, group.bit_length() - 1, self._room)
@@ -122,17 +122,11 @@ class BoundedCodec(Codec):
 
     def _parts(self, n: int) -> tuple[list[int], str]:
         """Where bases, count, positions, values, steps and codes begin, and the end."""
-        ng, room, kind = (
-            codes.bucket_count(n, self.group),
-            self.room(n),
-            "<u4" if n < 2**32 else "<u8",
-        )
+        ng, room = codes.bucket_count(n, self.group), self.room(n)
+        kind = "<u4" if n < 2**32 else "<u8"
         sizes = [4 * ng, 8, int(kind[2]) * room, 4 * room, 2 * ng, codes.packed_bytes(n, self.bits)]
+        # Python's integers: 8 bytes for each of 2**48 elements and more are within the format.
         return [0, *np.cumsum(sizes, dtype=object)], kind
-
-    def new_state(self, n: int) -> frame.State:
-        """The number of the next step, [1] int64; nothing else is remembered."""
-        return [np.zeros(1, np.int64)]
 
     def quantise(self, values: npt.ArrayLike, *, step: int = 0) -> groups.Grids | lorenzo.Stream:
         """Codes and escapes of [n], without a payload around them: for keeping, not for sending.
@@ -168,14 +162,8 @@ class BoundedCodec(Codec):
         groups.unpack(bases, steps, packed, n, self.bits, self.group, self.threads, out)
         return out
 
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
-        """Encode [n]; `decay` has no memory to act on and is taken for the contract's sake."""
-        array = frame.as_floats(values)
-        quantised = self.quantise(array, step=0 if state is None else int(state[0][0]))
-        if state is not None:
-            state[0] += 1
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
+        quantised = self.quantise(array, step=frame.take_step(state))
         if isinstance(quantised, lorenzo.Stream):
             return self._seal_paper(array, quantised)
         return self._seal_fixed(array, quantised)
@@ -183,7 +171,7 @@ class BoundedCodec(Codec):
     def _seal_fixed(self, array: Floats, grids: groups.Grids) -> Payload:
         n, room = array.size, self.room(array.size)
         at, lost, saturated = grids.at, grids.values, 0
-        if at.size > room:
+        if at.size > room:  # the size is fixed: some are left at the ends of their grids
             at, lost, saturated = _crowd_out(grids, self.group, room)
         positions, values = np.zeros(room, np.int64), np.zeros(room, np.float32)
         positions[: at.size], values[: at.size] = at, lost
@@ -196,8 +184,7 @@ class BoundedCodec(Codec):
             grids.steps.astype("<u2", copy=False),
             grids.codes,
         ]
-        payload = frame.seal(self, n, self.settings, parts, (0.0, 0.0), saturated)
-        return self._measured(payload, array)
+        return self._measured(frame.seal(self, n, parts, (0.0, 0.0), saturated), array)
 
     def _seal_paper(self, array: Floats, stream: lorenzo.Stream) -> Payload:
         parts = [
@@ -207,51 +194,30 @@ class BoundedCodec(Codec):
             np.frombuffer(stream.coded, np.uint8),
         ]
         body = np.concatenate(parts)
+        # Not frame.seal, which asks for the size in advance.
         buffer = np.zeros(frame.framed_bytes(body.size), np.uint8)
         buffer[HEADER_BYTES : HEADER_BYTES + body.size] = body
         payload = Payload.seal(buffer, codec_id=self.codec_id, n=array.size, settings=self.settings)
         return self._measured(payload, array)
 
     def _measured(self, payload: Payload, array: Floats) -> Payload:
-        energy, error = None, None
-        if self.measure:
-            energy, error = frame.losses(array, self._decode(payload))
-        return Payload(
-            payload.buffer, payload.codec_id, payload.n, payload.settings, payload.saturated,
-            energy, error,
-        )  # fmt: skip
+        # Decoded for it, which takes as long as encoding does without.
+        losses = frame.losses(array, self._decode(payload)) if self.measure else (None, None)
+        return replace(payload, energy=losses[0], error=losses[1])
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32."""
-        if self.form == "fixed":
-            n = frame.check_payloads(self, self.settings, payloads)
-        else:
-            n = self._check_paper(payloads)
-        if len(payloads) == 1:
+    def _decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+        n = frame.check_payloads(self, payloads, fixed_size=self.form == "fixed")
+        if len(payloads) == 1:  # a sum from 0 on would lose the signs of zeros
             return self._decode(payloads[0])
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
-
-    def _check_paper(self, payloads: Sequence[Payload]) -> int:
-        """frame.check_payloads without the size, which its own counts and coder check."""
-        if not payloads:
-            raise CompressError("decode_mean needs at least one payload; got none")
-        n = payloads[0].n
-        for payload in payloads:
-            same = payload.codec_id == self.codec_id and payload.settings == self.settings
-            if not same or payload.n != n:
-                raise PayloadError(
-                    f"payload of codec {payload.codec_id} with settings {payload.settings.hex()} "
-                    f"and {payload.n} elements; expected codec {self.codec_id} with "
-                    f"{self.settings.hex()} and {n}. Decode with the settings it was encoded with."
-                )
-        return n
 
     def _decode(self, payload: Payload) -> Floats:
         n, body = payload.n, payload.body
         if self.form == "paper":
             size, count = _COUNTS.unpack(frame.read(body, 0, 16, "u1").tobytes().ljust(16, b"\0"))
             end = 16 + 12 * count + size
-            # Deflate makes at most 1032 bytes of one, so n is bounded by the bytes at hand.
+            # Deflate makes at most 1032 bytes of one (a run of 258 in two bits), and each element
+            # is a symbol of a byte: so n is bounded by the bytes at hand.
             if not body.size - 16 < end <= body.size or n > 1032 * size:
                 raise PayloadError(
                     f"{size} bytes of symbols and {count} escapes for {n} elements do not fill a "
@@ -271,6 +237,7 @@ class BoundedCodec(Codec):
             out = self._values(bases, steps, body[codes_at:end], n)
             at = frame.read(body, at_at, count, kind)
             values = frame.read(body, values_at, count, "<f4")
+        # Strictly, so that no position comes twice; each is then below the last, which is checked.
         if count and (int(at[-1]) >= n or not (at[1:] > at[:-1]).all()):
             raise PayloadError(
                 f"positions of escaped elements do not ascend strictly below {n}: it is damaged"
@@ -290,6 +257,7 @@ def _crowd_out(
     at, lost = grids.at, grids.values
     finite = np.isfinite(lost)
     if (~finite).sum() > room:
+        # Codes stand for finite numbers only: without an escape a NaN would become one.
         broken = np.unique(at[~finite] // group)
         grids.bases[broken] = np.nan
         grids.steps[broken] = _NAN_STEP

@@ -7,21 +7,17 @@ float32. float8 (e4m3, a scale for each 256 elements) is off by up to a sixteent
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..arrays import to_host
 from ..ops.casts import DTYPES, Cast, DType
 from . import frame
-from .base import Bytes, Codec, Floats, Payload, as_vector
-from .frame import through_host
+from .base import Bytes, Floats, Payload
 
 
-@through_host
-class CastCodec(Codec):
+class CastCodec(frame.HostCodec):
     """Elements as floats of 16 or 8 bits.
 
     Parameters
@@ -64,39 +60,27 @@ class CastCodec(Codec):
         return frame.framed_bytes(self.cast.nbytes(self.cast.padded(n)))
 
     def new_state(self, n: int) -> frame.State:
-        """What rounding to "fp8" has left, [n] float32; of 16 bits nothing is remembered."""
-        return [np.zeros(n, np.float32)] if self.remembers else []
-
-    def state_to_values(self, state: frame.State, n: int) -> Floats:
-        return np.array(to_host(state[0])) if self.remembers else super().state_to_values(state, n)
-
-    def values_to_state(self, values: npt.ArrayLike) -> frame.State:
-        if not self.remembers:
-            return list(super().values_to_state(values))
-        return [np.array(as_vector(values), np.float32)]
+        """What rounding to "fp8" has lost, [n] float32; with 16 bits nothing at all."""
+        return super().new_state(n) if self.remembers else []
 
     def dump_state(self, state: frame.State, n: int) -> dict[str, Any]:
+        # The exchange of casts keeps the memory where its bucket lies, which may be a GPU.
         return super().dump_state([to_host(part) for part in state], n)
 
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
-        """Encode [n]; of 16 bits there is no memory for `state` and `decay` to act on."""
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         state = state if self.remembers else None
-        array = frame.add_memory(frame.as_floats(values), state, decay)
+        array = frame.add_memory(array, state, decay)
         words = self.cast.encode(np.pad(array, (0, self.cast.padded(array.size) - array.size)))
         decoded = self._values(words, array.size)
         frame.remember(state, array, decoded)
+        # Finite numbers that became Inf; of "fp8" none can, as its scales follow the largest.
         saturated = int(np.count_nonzero(np.isfinite(array) & ~np.isfinite(decoded)))
         losses = frame.losses(array, decoded)
-        return frame.seal(self, array.size, self.settings, [words], losses, saturated)
+        return frame.seal(self, array.size, [words], losses, saturated)
 
     def _values(self, words: Bytes, n: int) -> Floats:
         return np.asarray(self.cast.decode(words)[:n], np.float32)
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32, summed in float32."""
-        n = frame.check_payloads(self, self.settings, payloads)
-        size = self.cast.nbytes(self.cast.padded(n))
-        parts = (self._values(frame.read(p.body, 0, size, "u1"), n) for p in payloads)
-        return frame.mean(parts, n, len(payloads))
+    def _decode(self, payload: Payload) -> Floats:
+        size = self.cast.nbytes(self.cast.padded(payload.n))
+        return self._values(frame.read(payload.body, 0, size, "u1"), payload.n)

@@ -26,13 +26,22 @@ import scipy.fft
 from .. import _cuda
 from .._native import parallel
 from ..arrays import asarray_like, on_cuda, on_host
-from ..errors import CompressError, PayloadError
+from ..errors import CompressError
 from ..ops import quantize, spectrum
 from ..ops.quantize import Layout, Tally, Values
 from ..ops.record import decode_blocks, encode_blocks
-from . import batched
+from . import batched, frame
 from .base import HEADER_BYTES, Bytes, Codec, Floats, Payload, as_vector
-from .fft_settings import Positions, Section, TransformName, check_settings, cut, pack_settings
+from .fft_settings import (
+    Positions,
+    Section,
+    TransformName,
+    blockwise,
+    check_settings,
+    cut,
+    fixed_top,
+    pack_settings,
+)
 
 PAPER = {"block": None, "positions": "bitmap", "half": True}
 """Settings that make the codec the paper's: fp16 in, one transform, bitmap positions."""
@@ -61,8 +70,7 @@ class FFTCodec(Codec):
         `Payload.saturated`
     half : cast the input to float16 first, as the paper does
     transform : "fft", "dct", "hadamard", "identity" (plain top-k), or "axes", a DCT over the
-        tensor's axes `axes` before plain top-k: for kernels over height and width. Which is best
-        for a tensor, `AutoCodec` tries
+        tensor's axes `axes` before plain top-k: for kernels over height and width
     shape, axes : the tensor's shape and the axes transformed, for transform="axes"
     threads : threads for encode and decode; no effect on the result
 
@@ -95,28 +103,23 @@ class FFTCodec(Codec):
         axes: Sequence[int] | None = None,
         threads: int = 1,
     ) -> None:
-        # Tuples, so that a list of the same numbers makes the same payloads.
+        # Tuples, so that a list of the same numbers makes the same payloads: their text is hashed.
         shape, axes = (None if sides is None else tuple(sides) for sides in (shape, axes))
-        check_settings(
-            theta, block, span, bits, mantissa, positions, values, window, transform, shape, axes,
-            threads,
-        )  # fmt: skip
         self.theta, self.block, self.span = theta, block, span
         self.bits, self.mantissa = bits, mantissa
         self.positions, self.values, self.window = positions, values, window
         self.half, self.threads = half, threads
         self.transform, self.shape, self.axes = transform, shape, axes
-        # Along axes, the blocks hold coefficients already.
-        self._within = "identity" if transform == "axes" else transform
+        check_settings(self)
+        self._within = blockwise(self)
         self._rounds_blocks = half and transform != "axes"  # else before the transform
         self._blockwise = spectrum.transform(self._within, span)
-        # Fixed point, so that every rank, language and device counts the same bins.
+        # Fixed point, so that every rank, language and device counts the same bins; what travels is
+        # these 32 bits. Below 1, or a block would keep no bin at all.
         self._dropped_q32 = min(int(theta * 2**32), 2**32 - 1)
-        self.settings = pack_settings(
-            self._dropped_q32, block, span, bits, mantissa, positions, values, transform, shape,
-            axes,
-        )  # fmt: skip
-        # Of one FFT over more elements than blocks have; see docs/format.md.
+        self.settings = pack_settings(self, self._dropped_q32)
+        # One FFT longer than `spectrum.LONGEST` is a library's, whose last bits are its own. A
+        # short last block of such a vector carries the version, too: settings say it, not n.
         length = None if block is None else spectrum.span_length(span, block)
         if transform == "fft" and (length is None or length > spectrum.LONGEST):
             self.version = 3
@@ -151,20 +154,21 @@ class FFTCodec(Codec):
         return bins - (bins * self._dropped_q32 >> 32)
 
     def sections(self, n: int) -> list[Section]:
-        """How n elements are cut, see blocks.cut."""
+        """How n elements are cut, see fft_settings.cut."""
         if n not in self._sections_of:
             if self.shape is not None and math.prod(self.shape) != n:
                 raise CompressError(
                     f"{n} elements do not fill shape {self.shape}; expected "
                     f"{math.prod(self.shape)}. A codec over axes serves one tensor shape."
                 )
+            # An n comes from a header, too, so what is remembered has to be bounded.
             if len(self._sections_of) >= _LENGTHS_KNOWN:
                 self._sections_of.clear()
             self._sections_of[n] = cut(n, self.block, self._one_block, self._layout)
         return self._sections_of[n]
 
     def _one_block(self, n: int) -> int:
-        if self.transform == "hadamard":
+        if self.transform == "hadamard":  # of a power of two alone
             return 1 << (n - 1).bit_length()
         return spectrum.fast_length(n)
 
@@ -194,15 +198,12 @@ class FFTCodec(Codec):
             return _fft_cuda.new_state(self, like)
         if like is not None and not on_host(like):
             return batched.new_memory(self, n, like)
-        return [
-            np.zeros((s.count, s.layout.bins * s.layout.parts), np.float32)
-            for s in self.sections(n)
-        ]
+        return [np.zeros(section.memory_shape, np.float32) for section in self.sections(n)]
 
     def state_to_values(self, state: OptimizerState, n: int) -> Floats:
         """The memory as the vector it stands for, [n] float32."""
         out = np.empty(n, np.float32)
-        # Copies, which an inverse transform may overwrite.
+        # Copies, as an inverse transform may overwrite its argument.
         for section, memory in zip(self.sections(n), batched.memory_on_host(state), strict=True):
             section.put(self._blockwise.inverse(memory, section.layout.block), out, 0)
         return self._from_axes(out)
@@ -218,11 +219,9 @@ class FFTCodec(Codec):
             return _fft_cuda.to_device(state, like)
         if not on_host(like):
             return [asarray_like(part, like) for part in state]
-        return (
-            state
-            if all(isinstance(array, np.ndarray) for array in state)
-            else batched.memory_on_host(state)
-        )
+        if all(isinstance(array, np.ndarray) for array in state):
+            return state
+        return batched.memory_on_host(state)
 
     def dump_state(self, state: OptimizerState, n: int) -> dict[str, Any]:
         return super().dump_state(batched.memory_on_host(state), n)
@@ -242,14 +241,14 @@ class FFTCodec(Codec):
 
         `decay` scales the memory before it is added. A block with NaN or Inf decodes to NaN, so
         that every rank sees it, and leaves its memory as it was. CuPy arrays and CUDA tensors are
-        encoded where they are, see _device.py.
+        encoded where they are, see _fft_cuda.py.
         """
         if on_cuda(values):
             from . import _fft_cuda
 
             return _fft_cuda.encode(self, values, state, decay)
         array = as_vector(values)
-        # Its size raises before anything of the size of n is made.
+        # payload_bytes raises for a shape that does not fit; nothing of the size of n exists yet.
         buffer = np.empty(self.payload_bytes(array.size), np.uint8)
         return self.encode_into(buffer, array, state=state, decay=decay)
 
@@ -266,6 +265,7 @@ class FFTCodec(Codec):
             )
         array = self._to_axes(array, self.half)
         words = buffer[HEADER_BYTES:].view("<u4")
+        # Records are written whole, padding is not, and the buffer may hold another step's bytes.
         words[sum(s.count * s.layout.words for s in self.sections(n)) :] = 0
         memories = self._check_state(state, n)
         top = self._fixed_top(array, memories, decay)
@@ -284,10 +284,12 @@ class FFTCodec(Codec):
             rows, layout = records[first:last], section.layout
             return self._within, part, held, rows, layout, decay, top, self.span
 
+        # Chunks of blocks that fit a second-level cache, taken by threads from one queue. Each has
+        # its own rows of memory and words, so which thread takes it changes no bit.
         def work(places: Iterator[int]) -> list[Tally]:
             return [encode_blocks(*arguments(*chunks[place])) for place in places]
 
-        if self.threads < 2:
+        if self.threads < 2:  # a generator less between a seam and its arithmetic
             tallies = [encode_blocks(*arguments(*chunk)) for chunk in chunks]
         else:
             shares = parallel(work, range(len(chunks)), self.threads)
@@ -307,7 +309,7 @@ class FFTCodec(Codec):
         sections = self.sections(n)
         if state is None:
             return [None] * len(sections)
-        shapes = [(s.count, s.layout.bins * s.layout.parts) for s in sections]
+        shapes = [section.memory_shape for section in sections]
         if [memory.shape for memory in state] != shapes:
             raise CompressError(
                 f"state of shapes {[memory.shape for memory in state]}; expected {shapes} for "
@@ -319,14 +321,14 @@ class FFTCodec(Codec):
         self, array: npt.NDArray[Any], memories: Sequence[Floats | None], decay: float
     ) -> int | None:
         """The end of the range that all blocks share, None where each has its own."""
-        if self.window == "block":
-            return None
         if self.window != "payload":
-            peak = np.float32(self.window).view(np.uint32)
-            return int(quantize.window_top(peak, self.mantissa))
+            return fixed_top(self)
+        # One range for all blocks needs the largest of all first: every block is transformed twice,
+        # as keeping a spectrum of the whole vector would leave the cache.
         highest = 0
         for section, memory in zip(self.sections(array.size), memories, strict=True):
             blocks = section.blocks(array, 0, section.count, self._rounds_blocks)
+            # As blocks near the end of float32 are encoded: over 2**40, their tops 40 octaves up.
             is_large = quantize.is_large(blocks, memory)
             down = np.where(is_large, np.float32(2.0**-quantize.LARGE_SHIFT), np.float32(1))[
                 :, None
@@ -337,6 +339,7 @@ class FFTCodec(Codec):
                     part += memory * (np.float32(decay) * down)
             peaks = quantize.peak_bits(part)
             tops = quantize.window_top(peaks, self.mantissa) + quantize.LARGE_OCTAVES * is_large
+            # A block that is not finite has no top: it travels as NaN, whatever the range is.
             highest = int(tops[peaks <= quantize.MAX_FINITE].max(initial=highest))
         return highest
 
@@ -346,7 +349,7 @@ class FFTCodec(Codec):
         Raises PayloadError if a payload was made by another codec, with other settings or for
         another n, or is damaged.
         """
-        n = self._check_payloads(payloads)
+        n = frame.check_payloads(self, payloads)
         if on_cuda(payloads[0].buffer):
             from . import _fft_cuda
 
@@ -357,13 +360,14 @@ class FFTCodec(Codec):
 
     def decode_mean_into(self, payloads: Sequence[Payload], out: Floats) -> None:
         """Write the mean into `out`, contiguous [n] float32 on the host; see decode_mean."""
-        n = self._check_payloads(payloads)
+        n = frame.check_payloads(self, payloads)
         ready = out.flags.c_contiguous and out.dtype == np.float32 and out.shape == (n,)
         if not ready:
             raise CompressError(
                 f"decoding {n} elements into an array of shape {out.shape} and dtype {out.dtype}; "
                 f"expected ({n},) and float32, contiguous"
             )
+        # Coefficients of all payloads are added, in the order of ranks, before one transform back.
         weight, bodies = 1.0 / len(payloads), [payload.body.view("<u4") for payload in payloads]
         calls = [
             (
@@ -386,7 +390,8 @@ class FFTCodec(Codec):
         if self.threads > 1:
             parallel(work, range(len(calls)), self.threads)
         else:
-            for section, first, parts, room in calls:  # without a call of `work`
+            # Not by `work`: from a seam to the arithmetic of a tensor are six calls at most.
+            for section, first, parts, room in calls:
                 layout = section.layout
                 section.put(
                     decode_blocks(self._within, parts, room, layout, weight, self.span), out, first
@@ -394,40 +399,10 @@ class FFTCodec(Codec):
         if self.transform == "axes":
             out[:] = self._from_axes(out)
 
-    def _check_payloads(self, payloads: Sequence[Payload]) -> int:
-        """The number of elements that all have."""
-        if not payloads:
-            raise CompressError("decode_mean needs at least one payload; got none")
-        n = payloads[0].n
-        for payload in payloads:
-            self._check_payload(payload, n)
-        return n
-
-    def _check_payload(self, payload: Payload, n: int) -> None:
-        if payload.codec_id != self.codec_id or payload.settings != self.settings:
-            raise PayloadError(
-                f"payload of codec {payload.codec_id} with settings {payload.settings.hex()}; "
-                f"expected codec {self.codec_id} with {self.settings.hex()}. Decode with the "
-                "settings it was encoded with, on every rank."
-            )
-        # Bounding n by the bytes at hand first keeps a forged header from costing memory.
-        fits = payload.n == n and n <= 8 * payload.nbytes * self._expansion()
-        if self.shape is not None:
-            fits = fits and n == math.prod(self.shape)
-        if not fits or payload.nbytes != self.payload_bytes(n):
-            raise PayloadError(
-                f"payload of {payload.nbytes} bytes for {payload.n} elements; expected {n} "
-                "elements in the fixed size of these settings. Was it cut or joined?"
-            )
-
-    def _expansion(self) -> int:
-        """More elements per bit of payload than these settings can ever give."""
-        return 2 + int(1 / (1 - self._dropped_q32 / 2**32))
-
     def _to_axes(self, array: npt.NDArray[Any], half: bool = False) -> npt.NDArray[Any]:
         if self.transform != "axes":
             return array
-        self.sections(array.size)  # raises if the shape does not fit
+        self.sections(array.size)  # raises CompressError, where reshape would raise ValueError
         single = array.astype(np.float32, copy=False)
         if half:
             single = quantize.through_half(single)
@@ -440,6 +415,7 @@ class FFTCodec(Codec):
         return self._along_axes(scipy.fft.idctn, tensor)
 
     def _along_axes(self, transform: Any, tensor: Floats) -> Floats:
+        # Of sums of a whole tensor, as of those of a block: see `quantize` on large blocks.
         if not quantize.is_large(tensor.reshape(1, -1)).any():
             return transform(tensor, axes=self.axes, norm="ortho").reshape(-1)  # type: ignore[no-any-return]
         lowered = tensor * np.float32(2.0**-quantize.LARGE_SHIFT)

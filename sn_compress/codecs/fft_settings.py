@@ -21,25 +21,13 @@ Positions = Literal["elias-fano", "bitmap"]
 _POSITIONS = get_args(Positions)
 _VALUES = get_args(Values)
 _TRANSFORMS = get_args(TransformName)
-_SETTINGS = struct.Struct("<IBBBBI")
+_SETTINGS = struct.Struct("<IBBBBI")  # docs/format.md
 _LARGEST = float(np.finfo(np.float32).max)
 
 
-def check_settings(
-    theta: float,
-    block: int | None,
-    span: int | None,
-    bits: int,
-    mantissa: int,
-    positions: str,
-    values: str,
-    window: str | float,
-    transform: str,
-    shape: tuple[int, ...] | None,
-    axes: tuple[int, ...] | None,
-    threads: int,
-) -> None:
+def check_settings(codec: Coder) -> None:
     """Raise CompressError for the first setting that is not as FFTCodec describes it."""
+    theta, block, span, window = codec.theta, codec.block, codec.span, codec.window
     fraction = isinstance(theta, (int, float)) and 0 <= theta < 1
     _check("theta", theta, fraction, "a fraction from 0 (keep all) to below 1")
     power = block is None or (
@@ -50,49 +38,42 @@ def check_settings(
         power = isinstance(span, int) and span & (span - 1) == 0 and 32 <= span <= (block or 0)
         wants = "a power of two from 32 to the block, or None for one transform of a block"
         _check("span", span, power, wants)
-        _check("span", span, transform == "fft", 'None unless transform="fft"')
+        _check("span", span, codec.transform == "fft", 'None unless transform="fft"')
     for name, value, legal in (
-        ("positions", positions, _POSITIONS),
-        ("values", values, _VALUES),
-        ("transform", transform, _TRANSFORMS),
+        ("positions", codec.positions, _POSITIONS),
+        ("values", codec.values, _VALUES),
+        ("transform", codec.transform, _TRANSFORMS),
     ):
         _check(name, value, value in legal, " or ".join(legal))
     ok = window in ("block", "payload") or (
         isinstance(window, (int, float)) and 0 < window <= _LARGEST
     )
     _check("window", window, ok, '"block", "payload" or a positive number within float32')
+    threads = codec.threads
     _check("threads", threads, isinstance(threads, int) and threads >= 1, "at least 1")
-    if values == "range":
-        quantize.check_format(bits, mantissa)
-    else:
-        _check("window", window, window == "block", f'"block" with values={values!r}')
-    _check_axes(transform, shape, axes)
+    if codec.values == "range":
+        quantize.check_format(codec.bits, codec.mantissa)
+    else:  # scales of the other codes are their blocks' own
+        _check("window", window, window == "block", f'"block" with values={codec.values!r}')
+    _check_axes(codec.transform, codec.shape, codec.axes)
 
 
-def pack_settings(
-    dropped_q32: int,
-    block: int | None,
-    span: int | None,
-    bits: int,
-    mantissa: int,
-    positions: str,
-    values: str,
-    transform: str,
-    shape: tuple[int, ...] | None,
-    axes: tuple[int, ...] | None,
-) -> bytes:
+def pack_settings(codec: Coder, dropped_q32: int) -> bytes:
     """What a decoder has to know, as in docs/format.md."""
     coders = (
-        _POSITIONS.index(positions) | _VALUES.index(values) << 1 | _TRANSFORMS.index(transform) << 4
+        _POSITIONS.index(codec.positions)
+        | _VALUES.index(codec.values) << 1
+        | _TRANSFORMS.index(codec.transform) << 4
     )
-    return _SETTINGS.pack(
-        dropped_q32,
-        0 if block is None else block.bit_length() - 1,
-        bits if values == "range" else 0,
-        mantissa if values == "range" else 0,
-        coders,
-        zlib.crc32(repr((shape, axes)).encode()) if transform == "axes" else span or 0,
-    )
+    # Any number of sides in four bytes: ranks need only notice that theirs are others.
+    last = codec.span or 0
+    if codec.transform == "axes":
+        last = zlib.crc32(repr((codec.shape, codec.axes)).encode())
+    # Bits that the values do not use are 0, so that codecs which write the same bytes have the same
+    # settings: a decoder compares them all.
+    bits, mantissa = (codec.bits, codec.mantissa) if codec.values == "range" else (0, 0)
+    log2_block = 0 if codec.block is None else codec.block.bit_length() - 1
+    return _SETTINGS.pack(dropped_q32, log2_block, bits, mantissa, coders, last)
 
 
 def _check(name: str, got: object, ok: bool, expected: str) -> None:
@@ -120,7 +101,7 @@ def _check_axes(
 Floats = npt.NDArray[np.float32]
 
 CHUNK = 1 << 18  # elements worked on at a time: 1 MiB, inside a core's second-level cache
-_SMALLEST = 32
+_SMALLEST = 32  # elements of a block: what every back end takes
 HEADER_WORDS = HEADER_BYTES // 4
 
 
@@ -138,6 +119,11 @@ class Section:
         """The section's part of a body, [count, layout.words]; a view."""
         end = self.words_at + self.count * self.layout.words
         return body[self.words_at : end].reshape(self.count, self.layout.words)
+
+    @property
+    def memory_shape(self) -> tuple[int, int]:
+        """Of the memory: the coefficients of each block, [blocks, bins * parts]."""
+        return self.count, self.layout.bins * self.layout.parts
 
     def chunks(self) -> range:
         """First blocks of the pieces to work on at a time."""
@@ -158,17 +144,13 @@ class Section:
         part = part.astype(np.float32, copy=False)
         if part.size == (last - first) * block:
             return (quantize.through_half(part) if half else part).reshape(last - first, block)
+        # The last block only: all others are views of the vector if it is float32.
         padded = np.zeros((last - first) * block, np.float32)
         if half:
             quantize.through_half(part, padded[: part.size])
         else:
             padded[: part.size] = part
         return padded.reshape(last - first, block)
-
-    def row(self, vector: npt.NDArray[Any], index: int) -> npt.NDArray[Any]:
-        """What of a block is in the vector: [m], m <= block; a view."""
-        start = self.start + index * self.layout.block
-        return vector[start : min(start + self.layout.block, self.stop)]
 
     def room(self, out: Floats, first: int, last: int) -> Floats:
         """Where to write blocks first..last: [blocks, block], in `out` itself if all are full."""
@@ -195,9 +177,11 @@ def cut(
 ) -> list[Section]:
     """Sections of n elements: full blocks, then the rest padded to a power of two.
 
-    block : size of the full blocks, or None for one block of `whole(n)` elements
+    block : size of the full blocks, or None for one block of `one_block(n)` elements
     layout : gives the layout of a block of some size
     """
+    # At most two sections, as a launch and a record's layout are of one length: all full blocks,
+    # and a shorter one with what is left, which is not padded to a full block's bytes.
     cuts, start = [], 0
     if block and n >= block:
         start = n // block * block
@@ -213,14 +197,20 @@ def cut(
 
 
 class Coder(Protocol):
-    """What its encoders on devices ask of an FFTCodec, which itself asks them to work."""
+    """What modules that FFTCodec imports use of it."""
 
     codec_id: int
     version: int
     settings: bytes
+    theta: float
+    block: int | None
+    bits: int
     mantissa: int
     half: bool
+    threads: int
 
+    @property
+    def positions(self) -> str: ...
     @property
     def values(self) -> str: ...
     @property
@@ -246,6 +236,13 @@ def header(codec: Coder, n: int) -> bytes:
 def used_words(codec: Coder, n: int) -> int:
     """Words of a payload, but for its padding."""
     return HEADER_WORDS + sum(s.count * s.layout.words for s in codec.sections(n))
+
+
+def fixed_top(codec: Coder) -> int | None:
+    """The end of a range that is given as a number, upper half of a float32; else None."""
+    if isinstance(codec.window, str):
+        return None
+    return int(quantize.window_top(np.float32(codec.window).view(np.uint32), codec.mantissa))
 
 
 def blockwise(codec: Coder) -> str:

@@ -1,32 +1,29 @@
-"""What every codec does around its own bytes: check settings and payloads, seal, average.
+"""What codecs of NumPy arrays have in common: settings, payloads, memories, the way off a GPU.
 
-Functions, not a base class: a codec reads from top to bottom in its own file.
-
-Codecs without CUDA kernels, for tensors on a GPU: copied to the host, encoded there, said once.
-
-As with FFTCodec, the payload of a tensor on a GPU is a CuPy array there. Decoding knows by that
-where its result belongs, and by `Payload.framework` whether as a torch tensor or a CuPy array.
-What the codec remembers stays on the host.
+FFTCodec has array code and CUDA kernels; all other codecs are a HostCodec. The payload of a tensor
+on a GPU is a CuPy array there, as FFTCodec's is. Decoding knows by that where its result belongs,
+and by `Payload.framework` whether as a torch tensor or a CuPy array. Memories stay on the host.
 """
 
 from __future__ import annotations
 
 import logging
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from functools import cache, wraps
-from typing import Any, TypeVar
+from functools import cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from .. import _cuda
-from ..arrays import on_cuda
+from ..arrays import on_cuda, to_host
 from ..errors import CompressError, PayloadError
 from .base import ALIGN, HEADER_BYTES, SETTINGS_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from .registry import CODECS
 
-# Short of the length from which a BLAS starts threads for a dot product.
+# Elements whose norms are summed at a time: fewer than a BLAS starts threads for in a dot product.
 _PIECE = 1 << 13
 
 State = list[npt.NDArray[Any]]
@@ -45,7 +42,7 @@ def check_int(owner: object, name: str, got: object, low: int, high: int, expect
 
 
 def is_int(value: object, low: int, high: int) -> bool:
-    """Whether `value` is an integer from low to high; True and False are not integers here."""
+    """Whether `value` is an integer from low to high; True and False are none here."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -73,27 +70,23 @@ def as_floats(values: npt.ArrayLike) -> Floats:
 def seal(
     codec: Codec,
     n: int,
-    settings: bytes,
     parts: Sequence[npt.NDArray[Any]],
     losses: tuple[float, float],
     saturated: int = 0,
 ) -> Payload:
     """Put the parts of a body, little-endian arrays, side by side behind a header."""
+    # Zeros: what parts do not fill, up to a multiple of 16 bytes, travels and enters the checksum.
     buffer = np.zeros(codec.payload_bytes(n), np.uint8)
     at = HEADER_BYTES
     for part in parts:
         data = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
         buffer[at : at + data.size] = data
         at += data.size
+    energy, error = losses
     return Payload.seal(
-        buffer,
-        codec_id=codec.codec_id,
-        n=n,
-        settings=settings,
-        saturated=saturated,
-        energy=losses[0],
-        error=losses[1],
-    )
+        buffer, codec_id=codec.codec_id, n=n, settings=codec.settings, saturated=saturated,
+        energy=energy, error=error,
+    )  # fmt: skip
 
 
 def read(body: Bytes, at: int, count: int, dtype: str) -> npt.NDArray[Any]:
@@ -107,24 +100,25 @@ def settings(data: bytes) -> bytes:
     return data.ljust(SETTINGS_BYTES, b"\0")
 
 
-def check_payloads(codec: Codec, settings: bytes, payloads: Sequence[Payload]) -> int:
+def check_payloads(codec: Codec, payloads: Sequence[Payload], *, fixed_size: bool = True) -> int:
     """The number of elements that all payloads share, if they are of this codec and size.
 
-    The size is compared with what the settings give for the header's n, so a forged n cannot
-    make a decoder read or allocate more than the bytes at hand account for.
+    fixed_size : whether the size follows from settings and n; else the codec checks it itself
     """
     if not payloads:
         raise CompressError("decode_mean needs at least one payload; got none")
     n = payloads[0].n
     for payload in payloads:
-        if payload.codec_id != codec.codec_id or payload.settings != settings:
+        if payload.codec_id != codec.codec_id or payload.settings != codec.settings:
             raise PayloadError(
                 f"payload of codec {payload.codec_id} with settings {payload.settings.hex()}; "
-                f"expected codec {codec.codec_id} with {settings.hex()}. Decode with the "
+                f"expected codec {codec.codec_id} with {codec.settings.hex()}. Decode with the "
                 "settings it was encoded with, on every rank."
             )
+        # What the settings give for the header's n is compared with the bytes at hand before
+        # anything of that size is allocated: n comes from a peer, and a CRC stops no forger.
         try:
-            size = codec.payload_bytes(payload.n)
+            size = codec.payload_bytes(payload.n) if fixed_size else payload.nbytes
         except CompressError as reason:
             raise PayloadError(f"header claims {payload.n} elements: {reason}") from reason
         if payload.n != n or payload.nbytes != size:
@@ -136,11 +130,9 @@ def check_payloads(codec: Codec, settings: bytes, payloads: Sequence[Payload]) -
 
 
 def mean(parts: Iterable[Floats], n: int, count: int) -> Floats:
-    """Mean of `count` vectors, added in the order given, [n] float32.
-
-    Each is weighted before it is added, so that large values do not overflow on the way.
-    """
+    """Mean of `count` vectors, added in the order of `parts`, [n] float32."""
     out = np.zeros(n, np.float32)
+    # Weighted before they are added: numbers near float32's end do not overflow on the way.
     weight = np.float32(1 / count)
     with np.errstate(all="ignore"):
         for part in parts:
@@ -151,7 +143,8 @@ def mean(parts: Iterable[Floats], n: int, count: int) -> Floats:
 def losses(values: Floats, decoded: Floats) -> tuple[float, float]:
     """Return the squared norms of input and error, over what decodes to finite numbers."""
     energy = error = 0.0
-    # In pieces that stay in the cache: whole float64 copies take longer than many a codec.
+    # In pieces that stay in the cache: whole float64 copies take longer than many a codec. In
+    # float64, as squares of gradients below 1e-23 are zero in float32.
     for start in range(0, values.size, _PIECE):
         got = decoded[start : start + _PIECE].astype(np.float64)
         finite = np.isfinite(got)
@@ -176,46 +169,76 @@ def remember(state: State | None, accumulated: Floats, decoded: Floats) -> None:
         return
     with np.errstate(all="ignore"):
         lost = accumulated - decoded
+    # NaN in a memory would be in every later step; a step that a loss scaler skips leaves no trace.
     np.copyto(state[0], lost, where=np.isfinite(lost))
 
 
-C = TypeVar("C", bound=Codec)
+def take_step(state: State | None) -> int:
+    """The number of a step, by which its random numbers are drawn; the state counts it."""
+    if state is None:
+        return 0
+    state[0] += 1
+    return int(state[0][0]) - 1
+
+
 _log = logging.getLogger(__name__)
 
 
-def through_host(cls: type[C]) -> type[C]:
-    """Give a codec of NumPy arrays the way through the host; a class decorator."""
-    encode, decode_mean = cls.encode, cls.decode_mean
+class HostCodec(Codec):
+    """A codec of NumPy arrays: what lies on a GPU is copied to the host, and back.
 
-    @wraps(encode)
-    def encode_anywhere(self: C, values: Any, *, state: Any = None, decay: float = 1.0) -> Payload:
+    Its memory is what was lost so far; a codec that remembers nothing rounds at random and counts
+    its steps instead.
+    """
+
+    @abstractmethod
+    def _encode(self, array: Floats, state: Any, decay: float) -> Payload: ...
+
+    def _decode(self, payload: Payload) -> Floats:
+        """Decode a payload that `check_payloads` has passed; for `_decode_mean`."""
+        raise NotImplementedError
+
+    def new_state(self, n: int) -> Any:
+        """The memory, [n] float32 of zeros; or the number of the next step, [1] int64."""
+        return [np.zeros(n, np.float32) if self.remembers else np.zeros(1, np.int64)]
+
+    def state_to_values(self, state: Any, n: int) -> Floats:
+        return np.array(to_host(state[0])) if self.remembers else super().state_to_values(state, n)
+
+    def values_to_state(self, values: npt.ArrayLike) -> Any:
+        if not self.remembers:
+            return super().values_to_state(values)
+        return [as_floats(values).copy()]
+
+    def encode(self, values: Any, *, state: Any = None, decay: float = 1.0) -> Payload:
+        """See Codec.encode; a codec that remembers nothing ignores `decay`."""
         if not on_cuda(values):
-            return encode(self, values, state=state, decay=decay)
-        _say_once(cls.__name__)
+            return self._encode(as_floats(values), state, decay)
+        _warn_once(type(self).__name__)
         view = _cuda.view(values)
-        payload = encode(self, view.to_host(), state=state, decay=decay)
+        payload = self._encode(as_floats(view.to_host()), state, decay)
+        # On the stream that the tensor's framework works on: its collective comes next there.
         with view.run().context() as xp:
             buffer = xp.asarray(payload.buffer)
         return replace(payload, buffer=buffer, framework=view.framework)
 
-    @wraps(decode_mean)
-    def decode_mean_anywhere(self: C, payloads: Sequence[Payload]) -> Any:
+    def decode_mean(self, payloads: Sequence[Payload]) -> Any:
         if not payloads or not on_cuda(payloads[0].buffer):
-            return decode_mean(self, payloads)
-        _say_once(cls.__name__)
+            return self._decode_mean(payloads)
+        _warn_once(type(self).__name__)
         first: Any = payloads[0]
         device = int(first.buffer.device.id)
         with _cuda.current(device, first.framework).context():
             # Read anew, which checks the bytes: they may have come straight from a peer.
             copies = [Payload.from_bytes(_cuda.to_host(payload.buffer)) for payload in payloads]
-        return _cuda.from_host(decode_mean(self, copies), device, first.framework)
+        return _cuda.from_host(self._decode_mean(copies), device, first.framework)
 
-    cls.encode = encode_anywhere  # type: ignore[method-assign, assignment]
-    cls.decode_mean = decode_mean_anywhere  # type: ignore[assignment]
-    return cls
+    def _decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+        n = check_payloads(self, payloads)
+        return mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
 
 @cache
-def _say_once(cls: str) -> None:
+def _warn_once(cls: str) -> None:
     names = [name for name, entry in CODECS.items() if entry.cls == cls]
     _log.warning("%s has no CUDA kernels: values are copied to the host", " or ".join(names) or cls)

@@ -9,7 +9,6 @@ bucket, and only the error memory takes that back.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,16 +17,14 @@ import numpy.typing as npt
 from ..errors import PayloadError
 from ..ops import codes
 from . import frame
-from .base import Codec, Floats, Payload
-from .frame import through_host
+from .base import Floats, Payload
 
 _SETTINGS = struct.Struct("<IBBH")
 _VARIANTS = ("1bit", "ef-sign")
 _PACKINGS = {"bits": 1, "bytes": 8}
 
 
-@through_host
-class OneBitCodec(Codec):
+class OneBitCodec(frame.HostCodec):
     """Signs, and what they stand for.
 
     Parameters
@@ -77,29 +74,14 @@ class OneBitCodec(Codec):
         means = 4 * self._means * codes.bucket_count(n, self.bucket)
         return frame.framed_bytes(means + codes.packed_bytes(n, self._bits))
 
-    def new_state(self, n: int) -> frame.State:
-        """What was lost so far: one vector, [n] float32, zeros at first."""
-        return [np.zeros(n, np.float32)]
-
-    def state_to_values(self, state: frame.State, n: int) -> Floats:
-        """The memory as the vector it stands for, [n] float32."""
-        return state[0].copy()
-
-    def values_to_state(self, values: npt.ArrayLike) -> frame.State:
-        """The memory that stands for a vector; inverse of state_to_values."""
-        return [frame.as_floats(values).copy()]
-
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
-        """Encode [n] float32, float16 or bfloat16; see Codec.encode."""
-        array = frame.add_memory(frame.as_floats(values), state, decay)
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
+        array = frame.add_memory(array, state, decay)
         negative = array < 0
         means = self._mean_values(array)
         decoded = self._values(means, negative)
         frame.remember(state, array, decoded)
         parts = [means.astype("<f4"), codes.pack_codes(negative, self._bits)]
-        return frame.seal(self, array.size, self.settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, array.size, parts, frame.losses(array, decoded))
 
     def _mean_values(self, array: Floats) -> Floats:
         """[nb, 1 or 2] float32: (others, negatives) or the magnitude; NaN for a non-finite row."""
@@ -110,6 +92,7 @@ class OneBitCodec(Codec):
         if self.variant == "ef-sign":
             means = (np.abs(exact).sum(axis=1) / lengths)[:, None]
         else:
+            # A side without elements has the mean 0, which no sign asks for.
             negatives = (exact < 0).sum(axis=1)
             below = np.minimum(exact, 0).sum(axis=1) / np.maximum(negatives, 1)
             above = np.maximum(exact, 0).sum(axis=1) / np.maximum(lengths - negatives, 1)
@@ -122,19 +105,15 @@ class OneBitCodec(Codec):
         below = codes.bucket_spread(means[:, 1], n, self.bucket) if self._means == 2 else -above
         return np.asarray(np.where(negative, below, above), np.float32)
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32."""
-        n = frame.check_payloads(self, self.settings, payloads)
-        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
-
     def _decode(self, payload: Payload) -> Floats:
         nb = codes.bucket_count(payload.n, self.bucket)
         means = frame.read(payload.body, 0, nb * self._means, "<f4").reshape(nb, self._means)
         at = means.nbytes
         data = payload.body[at : at + codes.packed_bytes(payload.n, self._bits)]
         negative = codes.unpack_codes(data, payload.n, self._bits)
-        if (negative > 1).any():
+        if (negative > 1).any():  # a byte for a sign has room for more than 0 and 1
             raise PayloadError(f"sign {negative.max()}; expected 0 or 1")
+        # One mean that is not finite makes its bucket NaN, both signs of it, as encoding does.
         finite = codes.finite_buckets(means)
         means = np.where(finite[:, None], means, np.nan).astype(np.float32)
         return self._values(means, negative.astype(bool))

@@ -9,7 +9,6 @@ integers, whose length varies; ours have fixed bits, as Horovod's collectives wa
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,16 +17,14 @@ import numpy.typing as npt
 from ..errors import PayloadError
 from ..ops import codes
 from . import frame
-from .base import Codec, Floats, Payload
-from .frame import through_host
+from .base import Floats, Payload
 
 _SETTINGS = struct.Struct("<HIH")
 _PACKINGS = ("bits", "bytes")
 _NORMS = ("l2", "max")
 
 
-@through_host
-class QSGDCodec(Codec):
+class QSGDCodec(frame.HostCodec):
     """Levels of a bucket's norm, rounded at random; unbiased.
 
     Parameters
@@ -73,7 +70,7 @@ class QSGDCodec(Codec):
         frame.check_int(self, "seed", seed, 0, 2**64 - 1, "0 to 2**64 - 1")
         self.levels, self.bucket, self.norm = levels, bucket, norm
         self.packing, self.seed = packing, seed
-        tight = (2 * levels).bit_length()
+        tight = (2 * levels).bit_length()  # of the codes 0 to 2 levels
         self.bits = tight if packing == "bits" else -(-tight // 8) * 8
         self.settings = frame.settings(_SETTINGS.pack(levels, bucket or 0, self.bits))
 
@@ -84,25 +81,15 @@ class QSGDCodec(Codec):
         body = 4 * codes.bucket_count(n, self.bucket) + codes.packed_bytes(n, self.bits)
         return frame.framed_bytes(body)
 
-    def new_state(self, n: int) -> frame.State:
-        """The number of the next step, [1] int64; nothing else is remembered."""
-        return [np.zeros(1, np.int64)]
-
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
-        """Encode [n]; `decay` has no memory to act on and is taken for the contract's sake."""
-        array = frame.as_floats(values)
-        step = 0 if state is None else int(state[0][0])
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         rows = codes.bucket_rows(array, self.bucket)
         norms = self._norms(rows)
-        signed = self._round(rows, norms, step).reshape(-1)[: array.size]
+        signed = self._round(rows, norms, frame.take_step(state)).reshape(-1)[: array.size]
         decoded = self._values(norms, signed)
-        if state is not None:
-            state[0] += 1
+        # Codes are not negative: level 0 is the code `levels`.
         packed = codes.pack_codes(signed + self.levels, self.bits)
         parts = [norms.astype("<f4"), packed]
-        return frame.seal(self, array.size, self.settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, array.size, parts, frame.losses(array, decoded))
 
     def _norms(self, rows: Floats) -> Floats:
         """[nb] float32, at least the largest magnitude of each row; NaN for a row that has one."""
@@ -110,15 +97,18 @@ class QSGDCodec(Codec):
             return np.zeros(len(rows), np.float32)
         exact = rows.astype(np.float64)
         with np.errstate(all="ignore"):
+            # Squares in float64, which holds those of all of float32.
             if self.norm == "max":
                 norms = np.abs(exact).max(axis=1)
             else:
                 norms = np.sqrt(np.einsum("ij,ij->i", exact, exact))
-        # A norm beyond float32 is held at its largest number: still no element is larger.
+        # A norm beyond float32 is held at its largest number: still no element is larger, so no
+        # level above `levels` comes of it. NaN marks a bucket whose elements are not all finite.
         top = float(np.finfo(np.float32).max)
         return np.where(np.isfinite(norms), np.minimum(norms, top), np.nan).astype(np.float32)
 
     def _round(self, rows: Floats, norms: Floats, step: int) -> npt.NDArray[np.int64]:
+        # Buckets of zeros, or not finite, have nothing to divide by: all their levels are 0.
         usable = (np.isfinite(norms) & (norms > 0))[:, None]
         divisor = np.where(usable, norms[:, None], 1).astype(np.float64)
         # levels * |x| is exact in float64, so the quotient is never above `levels`.
@@ -132,11 +122,6 @@ class QSGDCodec(Codec):
         with np.errstate(all="ignore"):
             return np.asarray(scale * signed / self.levels, np.float32)
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32; of their values, as norms differ."""
-        n = frame.check_payloads(self, self.settings, payloads)
-        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
-
     def _decode(self, payload: Payload) -> Floats:
         nb = codes.bucket_count(payload.n, self.bucket)
         norms = frame.read(payload.body, 0, nb, "<f4")
@@ -148,5 +133,6 @@ class QSGDCodec(Codec):
             raise PayloadError(
                 f"code {signed.max()}; {self.levels} levels end at {2 * self.levels}"
             )
+        # An infinite norm comes of no encoder; times level 0 it would be NaN, times others Inf.
         norms = np.where(np.isfinite(norms), norms, np.nan).astype(np.float32)
         return self._values(norms, signed.astype(np.int64) - self.levels)

@@ -1,12 +1,9 @@
-"""Codecs by name, and presets that make a rival what its authors ship.
+"""Codecs by name, presets that make a rival what its authors ship, and saved states.
 
-A chain of `if name ==` imports everything and hides what there is. Here it is a table; a codec's
-module is imported when its name is first asked for.
+A codec's module is imported when its name is first asked for.
 
-States on their way to a file and back, from one codec to another if need be.
-
-A saved state names the class and the settings that give it its meaning. A codec of the same takes
-it as it is and goes on bit by bit; for another one it becomes the vector it stands for, and
+A saved state names the class and the settings that give it its meaning. A codec of the same class
+and settings continues from it bit by bit; for another one it becomes the vector it stands for, and
 whatever else was remembered (momentum, factors, counted steps) starts anew.
 """
 
@@ -168,12 +165,13 @@ def make(
             known = ", ".join(sorted(entry.presets)) or "none"
             raise CompressError(f"codec {name!r} has no preset {preset!r}; it has: {known}")
         chosen |= entry.presets[preset].settings
+    # "dct" with transform="fft" would be another codec than its name says.
     for key in settings.keys() & entry.settings.keys():
         raise CompressError(f"codec {name!r} fixes {key}={entry.settings[key]!r}; leave it out")
     cls = getattr(import_module(entry.module, __package__), entry.cls)
     try:
         codec: Codec = cls(**(chosen | dict(settings)))
-    except TypeError as wrong:
+    except TypeError as wrong:  # a setting that the class does not have
         legal = ", ".join(cls.__init__.__kwdefaults__)
         raise CompressError(f"codec {name!r}: {wrong}. Its settings are: {legal}") from wrong
     return codec
@@ -228,6 +226,7 @@ def load(codec: Codec, entry: dict[str, Any]) -> Any:
     same_class = saved_item(entry, "codec") == type(codec).__name__
     if same_class and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
         return codec.load_state(saved_item(entry, "state"), n)
+    # Another codec, or another basis: by way of the vector, which every memory stands for.
     values = load_values(entry)
     return None if values is None else codec.values_to_state(values)
 
@@ -236,6 +235,7 @@ def load_values(entry: dict[str, Any]) -> Floats | None:
     """The vector that a saved state stands for, [n] float32; None for codecs without memory."""
     n, basis = elements(entry), saved_item(entry, "basis")
     try:
+        # Files make lists of the tuples that `shape` and `axes` are.
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in basis.items()}
         saved = by_class(saved_item(entry, "codec"), settings)
     except (TypeError, AttributeError, ArithmeticError) as error:
@@ -251,6 +251,7 @@ def load_values(entry: dict[str, Any]) -> Floats | None:
 def elements(entry: dict[str, Any]) -> int:
     """How many elements a saved state is of."""
     n = saved_item(entry, "n")
+    # A file says it: `True` counts as 1 in Python, and 2**60 would be allocated.
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_ELEMENTS:
         raise CompressError(f"has {n!r} elements; expected 0 to {MAX_ELEMENTS}")
     return n
@@ -265,6 +266,7 @@ def _plain(basis: Any) -> Any:
 
 def map_tree(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
     """Apply `change` to every value of one kind in nested dicts and lists."""
+    # First, so that kind=dict is possible: what `change` returns is not walked.
     if isinstance(node, kind):
         return change(node)
     if isinstance(node, dict):

@@ -12,7 +12,6 @@ is the same where the mean is small against the noise, as the paper assumes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -21,8 +20,7 @@ import numpy.typing as npt
 from ..errors import PayloadError
 from ..ops import codes
 from . import frame
-from .base import Codec, Floats, Payload
-from .frame import through_host
+from .base import Floats, Payload
 
 _SETTINGS = struct.Struct("<IHH")
 _PACKINGS = ("trits", "bits", "bytes")
@@ -30,8 +28,7 @@ _BITS = {"bits": 2, "bytes": 8}
 _SPREADS = ("rms", "std")
 
 
-@through_host
-class TernGradCodec(Codec):
+class TernGradCodec(frame.HostCodec):
     """Three values a bucket: zero, and plus and minus its scale; unbiased but for the clipping.
 
     Parameters
@@ -89,27 +86,17 @@ class TernGradCodec(Codec):
     def payload_bytes(self, n: int) -> int:
         return frame.framed_bytes(4 * codes.bucket_count(n, self.bucket) + self._code_bytes(n))
 
-    def new_state(self, n: int) -> frame.State:
-        """The number of the next step, [1] int64; nothing else is remembered."""
-        return [np.zeros(1, np.int64)]
-
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
-        """Encode [n]; `decay` has no memory to act on and is taken for the contract's sake."""
-        array = frame.as_floats(values)
-        step = 0 if state is None else int(state[0][0])
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         rows = codes.bucket_rows(array, self.bucket)
         magnitudes, scales = self._clipped(rows, codes.bucket_lengths(array.size, self.bucket))
+        # The largest has probability 1; in a bucket of zeros, whose scale is 0, nothing happens.
         probability = magnitudes.astype(np.float64) / np.where(scales > 0, scales, 1)[:, None]
-        drawn = codes.happens(probability, self.seed, step)
+        drawn = codes.happens(probability, self.seed, frame.take_step(state))
         signs = np.where(np.signbit(rows), -1, 1) * drawn
         trits = (signs + 1).reshape(-1)[: array.size].astype(np.uint8)
-        if state is not None:
-            state[0] += 1
         parts = [scales.astype("<f4"), self._pack(trits)]
         decoded = self._values(scales, trits)
-        return frame.seal(self, array.size, self.settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, array.size, parts, frame.losses(array, decoded))
 
     def _clipped(self, rows: Floats, lengths: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
         """Clipped magnitudes [nb, b] and scales [nb]; 0 and NaN in a bucket with NaN or Inf."""
@@ -119,6 +106,7 @@ class TernGradCodec(Codec):
         magnitudes = np.where(finite[:, None], np.abs(rows), 0)
         if self.clip is not None:
             limit = self.clip * self._deviation(np.where(finite[:, None], rows, 0), lengths)
+            # NumPy warns of a cast that overflows; a limit that high clips nothing anyway.
             top = float(np.finfo(np.float32).max)
             magnitudes = np.minimum(magnitudes, np.minimum(limit, top).astype(np.float32)[:, None])
         scales = np.where(finite, magnitudes.max(axis=1), np.nan)
@@ -127,6 +115,7 @@ class TernGradCodec(Codec):
     def _deviation(self, rows: Floats, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         exact = rows.astype(np.float64)
         if self.spread == "std":
+            # What fills up the last bucket is no element: less the mean it would count.
             inside = np.arange(rows.shape[1]) < lengths[:, None]
             mean = exact.sum(axis=1) / lengths
             exact = np.where(inside, exact - mean[:, None], 0)
@@ -141,11 +130,6 @@ class TernGradCodec(Codec):
         scale_of = codes.bucket_spread(scales, trits.size, self.bucket)
         return scale_of * (trits.astype(np.float32) - 1)
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32."""
-        n = frame.check_payloads(self, self.settings, payloads)
-        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
-
     def _decode(self, payload: Payload) -> Floats:
         nb = codes.bucket_count(payload.n, self.bucket)
         scales = frame.read(payload.body, 0, nb, "<f4")
@@ -155,9 +139,11 @@ class TernGradCodec(Codec):
         if self.packing == "trits":
             trits = codes.unpack_trits(data, payload.n)
         else:
+            # Two bits hold a fourth code, eight many more; bytes of trits check themselves.
             read = codes.unpack_codes(data, payload.n, _BITS[self.packing])
             if (read > 2).any():
                 raise PayloadError(f"code {read.max()}; TernGrad has 0, 1 and 2")
             trits = read.astype(np.uint8)
+        # An infinite scale comes of no encoder; NaN is what marks a bucket that was not finite.
         scales = np.where(np.isfinite(scales), scales, np.nan).astype(np.float32)
         return self._values(scales, trits)

@@ -9,7 +9,6 @@ float32 value to 12 bits with a 2-bit value, so width is a setting and the prese
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -18,18 +17,16 @@ import numpy.typing as npt
 from ..errors import CompressError
 from ..ops import codes, indexed
 from . import frame
-from .base import Codec, Floats, Payload
-from .frame import through_host
+from .base import Floats, Payload
 
-_SETTINGS = struct.Struct("<IHBB")
+_SETTINGS = struct.Struct("<IHBB")  # docs/format.md
 _INDICES = ("int64", "int32", "packed")
 _VALUES = ("fp32", "fp16", "2bit")
 _VALUE_BITS = {"fp32": 32, "fp16": 16, "2bit": 2}
-_HALF_MAX = np.float32(65504)
+_HALF_MAX = np.float32(65504)  # of float16
 
 
-@through_host
-class TopKCodec(Codec):
+class TopKCodec(frame.HostCodec):
     """Keep the elements of largest magnitude, k = max(1, floor((1 - theta) n)) of them.
 
     Parameters
@@ -111,24 +108,11 @@ class TopKCodec(Codec):
         values = codes.packed_bytes(k, _VALUE_BITS[self.values])
         return frame.framed_bytes(table + values + indexed.index_bytes(cut, self._index_bits))
 
-    def new_state(self, n: int) -> frame.State:
-        """What was dropped so far: one vector, [n] float32, zeros at first."""
-        return [np.zeros(n, np.float32)]
-
-    def state_to_values(self, state: frame.State, n: int) -> Floats:
-        """The memory as the vector it stands for, [n] float32."""
-        return state[0].copy()
-
-    def values_to_state(self, values: npt.ArrayLike) -> frame.State:
-        """The memory that stands for a vector; inverse of state_to_values."""
-        return [frame.as_floats(values).copy()]
-
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
-        """Encode [n] float32, float16 or bfloat16; see Codec.encode."""
-        array = frame.add_memory(frame.as_floats(values), state, decay * self.decay)
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
+        array = frame.add_memory(array, state, decay * self.decay)
         cut = self.runs(array.size)
+        # The size of a payload is fixed, so one that is not finite has positions as any other (the
+        # bits of a NaN order above all numbers), and NaN for values.
         finite = bool(np.isfinite(array).all())
         inside, positions = indexed.select(array, cut)
         parts, sent, saturated = self._write(array[positions] if finite else None, positions.size)
@@ -136,10 +120,11 @@ class TopKCodec(Codec):
         if finite:
             decoded[:] = 0
             decoded[positions] = sent
+            # With what rounding and clipping lost, not only what was dropped.
             frame.remember(state, array, decoded)
         parts.append(indexed.write_indices(inside, self._index_bits))
         losses = frame.losses(array, decoded)
-        return frame.seal(self, array.size, self.settings, parts, losses, saturated)
+        return frame.seal(self, array.size, parts, losses, saturated)
 
     def _write(
         self, kept: Floats | None, k: int
@@ -154,11 +139,6 @@ class TopKCodec(Codec):
             return [halves], halves.astype(np.float32), saturated
         table, chosen = _four_bins(values)
         return [table.astype("<f4"), codes.pack_codes(chosen, 2)], table[chosen], 0
-
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32; a rank that did not send a place counts as 0."""
-        n = frame.check_payloads(self, self.settings, payloads)
-        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:
         cut = self.runs(payload.n)
@@ -186,6 +166,7 @@ class TopKCodec(Codec):
 
 def dropped_q32(theta: float) -> int:
     """Theta as a fraction of 2**32, so that k never depends on how a language rounds."""
+    # Rounded up: rounded down, at theta=0.9, 9 of 100 elements would travel.
     keep = int(np.ceil((1 - theta) * 2**32))
     return min(max(2**32 - keep, 0), 2**32 - 1)
 
@@ -197,6 +178,7 @@ def kept(length: int, dropped: int) -> int:
 
 def _four_bins(values: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
     """A table of four means, and for each value the index of its own."""
+    # A table of NaN is how two bits say that the vector was not finite.
     if not np.isfinite(values).all():
         return np.full(4, np.nan, np.float32), np.zeros(values.size, np.int64)
     exact = values.astype(np.float64)

@@ -5,19 +5,18 @@ what the partner already holds is small and, sent again and again, goes to zero.
 every directed pair keep the same copy of the sender's weights, and add to it what the payload says;
 what a payload drops is part of the next difference, an error memory for nothing (CHOCO-SGD:
 Koloskova, Stich, Jaggi 2019). A topology in which a rank has log2(ranks) targets and as many
-sources costs two copies of the model for each, on the host, as soon as it is used.
+sources costs two copies of the model for each, on the host, as soon as it is used. All copies begin
+as the weights that all ranks held at the last exact average.
 
-All copies begin as the weights that all ranks held at the last exact average.
-
-The distance of the ranks from their mean, by a few numbers that may be summed over the ranks.
-
-Exact, it would need a sum of the whole model. Each rank instead makes WIDTH numbers of its weights:
-rows of WIDTH elements are added with random signs, the same on all ranks. That is linear, and the
-squared norm of a vector's numbers is on average that of the vector (the tug of war of Alon, Matias
-and Szegedy 1996, with WIDTH copies that share signs). So the deviations of the numbers from their
-mean over the ranks have the norm of the deviations of the weights, up to a standard deviation of
-1 / sqrt(2 WIDTH), 4 %, if rows deviate independently. What partners hold of each other does not
-enter: with a codec their copies lag behind, and are nearer to each other than the ranks.
+The spread, the distance of the ranks from their mean, is estimated from a few numbers that may be
+summed over the ranks. Exact, it would need a sum of the whole model. Each rank instead makes WIDTH
+numbers of its weights: rows of WIDTH elements are added with random signs, the same on all ranks.
+That is linear, and the squared norm of a vector's numbers is on average that of the vector (the tug
+of war of Alon, Matias and Szegedy 1996, with WIDTH copies that share signs). So the deviations of
+the numbers from their mean over the ranks have the norm of the deviations of the weights, up to a
+standard deviation of 1 / sqrt(2 WIDTH), 4 %, if rows deviate independently. What partners hold of
+each other does not enter: with a codec their copies lag behind, and are nearer to each other than
+the ranks.
 """
 
 from __future__ import annotations
@@ -107,6 +106,7 @@ class Differences:
         """
         if self.base is None:
             self.restart(values)
+        # A rank that sits out keeps no copy of itself, and mixes its own values in as they are.
         if target == rank:
             return np.empty(0, np.uint8), values
         return self.pack(values, target), self.sent_to(target)
@@ -123,6 +123,8 @@ class Differences:
                 parts.append(values[stretch].view(np.uint8))
                 _replace(copy[stretch], values[stretch])
             else:
+                # Without a state: what this payload drops is in the next difference. The copy moves
+                # by what was decoded, as the target's does, and not by what was to be sent.
                 payload = codec.encode(values[stretch] - copy[stretch])
                 _replace(copy[stretch], copy[stretch] + codec.decode(payload))
                 parts.append(payload.buffer)
@@ -151,6 +153,7 @@ class Differences:
                     payload = Payload.from_bytes(part, n=size)
                 except PayloadError as error:
                     raise PayloadError(f"from rank {source}: {error}") from error
+                # The sum that the sender made, in its order: both copies have the same bits.
                 values[stretch] = copy[stretch] + codec.decode(payload)
             start += part.size
             _replace(copy[stretch], values[stretch])
@@ -189,6 +192,8 @@ class Differences:
                 {count(rank, "rank"): _vector(copy, self.n) for rank, copy in state[key].items()}
                 for key in ("told", "heard")
             )
+            # A copy that another rank is asked for later begins from the base; without one, both
+            # ends would begin from different weights.
             if base is None and (sent or heard):
                 raise CompressError("saved copies without the weights they began with")
         return base, sent, heard
@@ -214,7 +219,7 @@ def _vector(saved: Any, n: int) -> Floats:
     return floats(array, "copy", (n,))
 
 
-WIDTH = 256
+WIDTH = 256  # numbers of a sketch: a standard deviation of 4 % for 2 KiB in a message
 _SEED = 0  # shared by all ranks
 
 

@@ -61,8 +61,11 @@ class Ring:
                 f"batch_size={batch_size} and shards of {list(counts)}; expected 1 or more each"
             )
         self.fields = [np.ascontiguousarray(field) for field in fields]
+        # Of all ranks: shards travel, and what this rank receives in an epoch is another's number.
         self.counts, self.rank, self.seed = list(counts), rank, seed
         self.epoch = 0
+        # Of the largest shard, so that no batch is larger than asked for; all ranks exchange at
+        # each step, so all have as many.
         self.steps = -(-max(counts) // batch_size)
         if min(counts) < self.steps:
             raise CompressError(
@@ -70,6 +73,7 @@ class Ring:
                 "sample for every batch. Make the shards more equal, or batch_size larger."
             )
         self._sample_bytes = [f.itemsize * prod(f.shape[1:]) for f in self.fields]
+        # Of the largest batch of any rank: an exchange has one size at all steps.
         self.wire_bytes = -(-max(counts) // self.steps) * sum(self._sample_bytes)
         self._parts: list[npt.NDArray[np.int64]] = []
         self._arrived: list[list[Array]] = []
@@ -87,15 +91,19 @@ class Ring:
         try:
             for step in range(self.steps):
                 batch = self.batch(step)
+                # The batch before has travelled while the caller computed with it; only then is the
+                # next one sent, so that at most one is on its way.
                 if wait is not None:
                     self.take(step - 1, wait())
                 wait = send(step, self.pack(batch))
                 yield batch
             assert wait is not None
+            # Forgotten first: were it to raise, `finally` would wait for it a second time.
             last, wait = wait, None
             self.take(self.steps - 1, last())
             self.end()
         finally:
+            # The caller gave the epoch up: the exchange that the other ranks have begun has to end.
             if wait is not None:
                 wait()
 
@@ -126,7 +134,7 @@ class Ring:
                 f"{len(self._arrived)}. Check that all ranks iterate the same fields in the same "
                 "order."
             )
-        count = len(np.array_split(np.arange(self._count(-1)), self.steps)[step])
+        count = len(np.array_split(np.arange(self._samples(self.epoch + 1)), self.steps)[step])
         batch, start = [], 0
         for field, size in zip(self.fields, self._sample_bytes, strict=True):
             part = wire[start : start + count * size].tobytes()
@@ -144,9 +152,9 @@ class Ring:
         self._arrived = []
         self.epoch += 1
 
-    def _count(self, offset: int) -> int:
-        """Samples that the rank `offset` further on has in this epoch."""
-        return self.counts[(self.rank + offset - self.epoch) % len(self.counts)]
+    def _samples(self, epoch: int) -> int:
+        """Samples that this rank has in an epoch: shards move one rank on after each."""
+        return self.counts[(self.rank - epoch) % len(self.counts)]
 
     def state_dict(self) -> dict[str, Any]:
         """Shard and epoch, between epochs: what an unfinished epoch sent is not kept."""
@@ -157,7 +165,7 @@ class Ring:
         with reading("the saved shard"):
             held(state)
             epoch = count(state["epoch"], "epoch")
-            mine = self.counts[(self.rank - epoch) % len(self.counts)]
+            mine = self._samples(epoch)
             fields = [np.asarray(field) for field in state["fields"]]
             got = [(f.shape, f.dtype) for f in fields]
             expected = [((mine, *f.shape[1:]), f.dtype) for f in self.fields]

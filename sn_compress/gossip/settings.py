@@ -13,6 +13,8 @@ from ..errors import CompressError
 from .differences import Differences, Shape
 from .topology import Topology, topology
 
+# Horovod matches messages by name, so two optimizers of the same ranks need names of their own,
+# which all of these ranks choose alike.
 _message_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 

@@ -98,9 +98,9 @@ def simulate(
     record_at = set(recorded.tolist())
     for step in range(steps):
         meeting = topology.at(step)
-        spoken = noise * generator.standard_normal((ranks, n))
+        drawn = noise * generator.standard_normal((ranks, n))
         for scheme, values in replicas.items():
-            gradients = curvature * values + spoken
+            gradients = curvature * values + drawn
             if scheme == "all-reduce":
                 gradients[:] = gradients.mean(0)
             elif scheme == "gradients":
@@ -108,7 +108,7 @@ def simulate(
             speed = speeds[scheme]
             speed *= momentum
             speed += gradients
-            if scheme == "overlapped":
+            if scheme == "overlapped":  # mixed before the step: what travels is older than the step
                 values = meeting.mix(values)
             values = values - rate * speed
             replicas[scheme] = meeting.mix(values) if scheme == "weights" else values

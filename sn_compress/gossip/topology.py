@@ -11,11 +11,8 @@ change so that after about log2(ranks) steps every update has reached every rank
     exact           pairs            any number of ranks, the exact mean after `steps` steps; in the
                                      way of the Base-2 graph of Takezawa et al. 2023, sections 4, 5
 
-Pure: nothing here sends anything.
-
-What mixing does: how fast a topology brings ranks together, and how far apart they are.
-
-A step of gossip is x <- W x with a doubly stochastic W: rows sum to one, so equal values stay as
+Nothing here sends anything. How fast a topology brings ranks together follows from its matrices: a
+step of gossip is x <- W x with a doubly stochastic W: rows sum to one, so equal values stay as
 they are; columns do, so the mean over the ranks stays as it is. What is left of a disagreement
 after some steps is bounded by the second largest singular value of their product (Boyd et al. 2006;
 Ying et al. 2021, section 3).
@@ -85,6 +82,7 @@ class Meeting:
         """The mixing matrix [r, r], doubly stochastic: new values are matrix @ old values."""
         ranks = np.arange(len(self.sources))
         matrix = np.zeros((len(ranks), len(ranks)))
+        # Added: a rank that sits out is its own source, and both entries are the same one.
         np.add.at(matrix, (ranks, ranks), 1 - np.array(self.weights))
         np.add.at(matrix, (ranks, np.array(self.sources)), self.weights)
         return matrix
@@ -179,6 +177,7 @@ def topology(name: str, ranks: int, *, rotate: bool = False, seed: int = 0) -> T
     else:
         shifts = {"dissemination": [-hop for hop in hops], "exponential": hops, "ring": [-1]}
         meetings = [_shifted(ranks, shift) for shift in shifts[name]]
+    # With 2**d ranks, halves with partners at all powers of two are a hypercube's: the exact mean.
     exact = ranks <= 2 or name == "exact" or (two_to and name != "ring")
     # Alone, a rank still has a step to count.
     idle = Meeting(tuple(range(ranks)), (0.0,) * ranks)
@@ -251,6 +250,8 @@ def _cycle(topology: Topology, cycle: int) -> tuple[Meeting, ...]:
     """The meetings of one period; from the second one on in the order of that period."""
     if cycle == 0:
         return topology.meetings
+    # By seed and number of the period alone, so that every rank draws the same order, at any step,
+    # after a restart, too.
     place = np.random.default_rng((topology.seed, cycle)).permutation(topology.ranks)
     rank = np.argsort(place)
     return tuple(
@@ -291,6 +292,7 @@ def spectral_gap(topology: Topology) -> float:
 
     The geometric mean over the steps of a period; a single one-peer step has no gap of its own.
     """
+    # Rounding leaves something of an exact period, of which a root would look like slow mixing.
     contraction = remainder(product(topology))
     if contraction <= _rounding(topology, topology.steps):
         return 1.0

@@ -1,21 +1,16 @@
-"""Positions and other small numbers in 32-bit words: Elias-Fano sizes, bit fields, slots.
-
-How many bits positions take in Elias-Fano form, see pack.py: known from their number alone.
-
-Numbers of a few bits in 32-bit words and back, many rows at once, over any array library.
-
-A field is an offset in bits, the first bit of a row being the lowest of its first word, and a
-number there. Fields of a row do not overlap, so adding their words puts them side by side: whole
-numbers add up to the same in any order, on any device.
-
-Positions of what is largest, chosen and told in words, over any array library.
+"""Small numbers in 32-bit words over any array library: bit fields, and positions of the largest.
 
 No shape depends on a value, and nothing is read: the same functions run in NumPy and in torch on
-any device, with the same bits. What is sorted are whole numbers of which no two are equal, so that
-every library's sort puts them into the same order.
+any device, with the same bits.
 
-Positions travel in Elias-Fano form (see `pack.py`), in as many words whatever they are. A slot of
-zeros tells none: as Elias-Fano marks each position with a one, no list of positions is all zeros.
+**Fields** are numbers of a few bits at offsets in a row, whose first bit is the lowest of its first
+word. They do not overlap, so adding their words puts them side by side: whole numbers add up to the
+same in any order, on any device.
+
+**Positions** of what is largest are found by sorting whole numbers of which no two are equal, so
+that every library's sort gives the same order. They travel in Elias-Fano form (see `record.py`),
+whose length follows from their number alone. A slot of zeros contains none: as Elias-Fano marks
+each position with a one, no list of positions is all zeros.
 """
 
 from __future__ import annotations
@@ -51,6 +46,8 @@ def write_fields(offsets: Array, values: Array, words: int) -> Array:
     rows = values.shape[0]
     first = xp.reshape(xp.arange(rows, dtype=xp.int64, device=device_of(values)), (rows, 1)) * words
     at = first + shifted_right(offsets, 5)
+    # In 64 bits a field that crosses into the next word stays whole; its two halves are added
+    # apart.
     wide = xp.bitwise_left_shift(values, offsets & (WORD - 1))
     # The word behind the last one gets nothing but zeros.
     out = xp.zeros(rows * words + 1, dtype=xp.int64, device=device_of(values))
@@ -74,6 +71,7 @@ class Fields:
         self._next = Constant(np.minimum((offsets >> 5) + 1, words - 1))
         self._shift = Constant(offsets & (WORD - 1))
         self._mask = Constant((1 << widths) - 1)
+        # Where no field crosses a word, half of the reads are saved: so for codes of 8 or 16 bits.
         self._narrow = bool(np.all((offsets & (WORD - 1)) + widths <= WORD))
 
     def read(self, words: Array) -> Array:
@@ -100,6 +98,7 @@ def one_by_one(words: Array, at: int, count: int) -> Array:
 def as_int32(words: Array) -> Array:
     """The same 32 bits as int32, from int64 of 0 to 2**32 - 1."""
     xp = namespace(words)
+    # Into int32's range before the cast: what a cast does beyond it differs between libraries.
     return xp.astype((words ^ 2**31) - 2**31, xp.int32)
 
 
@@ -111,7 +110,6 @@ def as_int64(words: Array) -> Array:
 
 _POSITION_BITS = 31  # bits for a position, below those of what it is sorted by
 FIRST = 2**31 - 1  # an order that no float32 has
-_WORD = 32
 _WAITED = 5  # one in so many of the free places goes to what waited longest
 _TINY, _HUGE = 2.0**-126, 2.0**127  # of float32, what a row is expected to change by
 
@@ -119,7 +117,8 @@ _TINY, _HUGE = 2.0**-126, 2.0**127  # of float32, what a row is expected to chan
 def orders(values: Array) -> Array:
     """Whole numbers [n] int64 that order as these float32 do, [n], none of them below zero."""
     xp = namespace(values)
-    # Bits of a float without a sign order like whole numbers.
+    # Bits of a float without a sign order like whole numbers; plus 0.0, as the bits of -0.0 are
+    # those of the least integer.
     return xp.astype(bits_of(values + 0.0), xp.int64)
 
 
@@ -129,7 +128,7 @@ def falling(order: Array) -> Array:
     order : [n] int64, 0 to FIRST
     """
     xp = namespace(order)
-    return (FIRST - order) * 2**_POSITION_BITS + _counted(xp, order.shape[0], order)
+    return (FIRST - order) * 2**_POSITION_BITS + counted(xp, order.shape[0], order)
 
 
 def largest(order: Array, count: int) -> Array:
@@ -140,7 +139,7 @@ def largest(order: Array, count: int) -> Array:
 
 def slot_words(count: int, n: int) -> int:
     """Words for `count` ascending positions below n."""
-    return -(-(count * low_bits(count, n) + upper_bits(count, n)) // _WORD)
+    return -(-(count * low_bits(count, n) + upper_bits(count, n)) // WORD)
 
 
 def write_positions(positions: Array, n: int) -> Array:
@@ -148,24 +147,23 @@ def write_positions(positions: Array, n: int) -> Array:
     xp = namespace(positions)
     count = positions.shape[0]
     low, upper = low_bits(count, n), upper_bits(count, n)
-    lows = xp.bitwise_right_shift(positions[:, None], _counted(xp, low, positions)) & 1
+    lows = xp.bitwise_right_shift(positions[:, None], counted(xp, low, positions)) & 1
     ones = xp.bitwise_right_shift(positions, xp.full_like(positions, low))
-    ones = ones + _counted(xp, count, positions)
-    below = xp.searchsorted(ones, _counted(xp, upper + 1, positions))
+    ones = ones + counted(xp, count, positions)
+    below = xp.searchsorted(ones, counted(xp, upper + 1, positions))
     marks = xp.astype(below[1:] - below[:-1], xp.int64)
     words = slot_words(count, n)
     padding = xp.zeros(
-        words * _WORD - count * low - upper, dtype=xp.int64, device=device_of(positions)
+        words * WORD - count * low - upper, dtype=xp.int64, device=device_of(positions)
     )
-    bits = xp.reshape(xp.concat([xp.reshape(lows, (-1,)), marks, padding]), (words, _WORD))
-    word = xp.sum(bits * _powers(xp, _WORD, positions), axis=1)
-    return xp.astype((word ^ 2**31) - 2**31, xp.int32)
+    bits = xp.reshape(xp.concat([xp.reshape(lows, (-1,)), marks, padding]), (words, WORD))
+    return as_int32(xp.sum(bits * _powers(xp, WORD, positions), axis=1))
 
 
-def own_slot(owed: Array, count: int, ranks: int, rank: int) -> Array:
-    """[ranks * slot] int32: in this rank's slot what it names, those of [n] that owe most."""
-    xp = namespace(owed)
-    slot = write_positions(largest(orders(owed), count), owed.shape[0])
+def own_slot(residuals: Array, count: int, ranks: int, rank: int) -> Array:
+    """[ranks * slot] int32: in this rank's slot the rows of its largest residuals, of [n]."""
+    xp = namespace(residuals)
+    slot = write_positions(largest(orders(residuals), count), residuals.shape[0])
     zeros = xp.zeros((ranks, slot.shape[0]), dtype=xp.int32, device=device_of(slot))
     before, after = zeros[:rank], zeros[rank + 1 :]
     return xp.reshape(xp.concat([before, slot[None, :], after]), (-1,))
@@ -174,14 +172,16 @@ def own_slot(owed: Array, count: int, ranks: int, rank: int) -> Array:
 def agreed_rows(spread: Array, age: Array, named: Array, count: int) -> Array:
     """`count` rows, [count] int64 ascending, that all ranks choose alike.
 
-    spread, age : [n] float32, what each is thought to bring for each step that it has waited, and
-        how long it has waited
-    named : [n] bool, whether a rank has named it: those come first, and a part of the others are
-        those that have waited longest
+    spread, age : [n] float32, how much each row is expected to change in a step, and how many
+        steps it has waited
+    named : [n] bool, whether any rank asks for it: those come first; of the places left one in
+        `_WAITED` goes to what has waited longest
     """
     xp = namespace(spread)
     free = count - xp.sum(xp.astype(named, xp.int64))
     waiting = (xp.clip(free, 0, count) + _WAITED - 1) // _WAITED
+    # In float64, whose roots and products are exactly rounded everywhere, and rounded once: ranks
+    # of unlike hardware order rows alike.
     wide = xp.astype(spread, xp.float64) * xp.sqrt(xp.astype(age, xp.float64))
     expected = orders(xp.astype(xp.clip(wide, _TINY, _HUGE), xp.float32))
     keys = falling(xp.where(named, xp.full_like(expected, FIRST), expected))
@@ -199,27 +199,26 @@ def read_positions(slots: Array, count: int, n: int) -> Array:
     """
     xp = namespace(slots)
     low, upper = low_bits(count, n), upper_bits(count, n)
-    wide = (xp.astype(slots, xp.int64) & (2**32 - 1))[:, :, None]
-    bits = xp.reshape(
-        xp.bitwise_right_shift(wide, _counted(xp, _WORD, wide)) & 1, (slots.shape[0], -1)
-    )
+    wide = as_int64(slots)
+    bits = one_by_one(wide, 0, WORD * int(slots.shape[1]))
     lows = xp.reshape(bits[:, : count * low], (slots.shape[0], count, low))
     lows = xp.sum(lows * _powers(xp, low, wide), axis=2)
     marks = bits[:, count * low : count * low + upper]
-    place = xp.broadcast_to(_counted(xp, upper, wide), marks.shape)
+    place = xp.broadcast_to(counted(xp, upper, wide), marks.shape)
     nowhere = xp.full_like(place, 2**_POSITION_BITS)
     ones = xp.sort(xp.where(marks == 1, place, nowhere), axis=1)[:, :count]
-    highs = xp.clip(ones - _counted(xp, count, wide), 0, n) * 2**low
+    highs = xp.clip(ones - counted(xp, count, wide), 0, n) * 2**low
+    # A slot of zeros has no ones: its places are beyond all, and its positions n, which is no row.
     positions = xp.where(ones < upper, highs + lows, xp.full_like(highs, n))
-    below = xp.searchsorted(xp.sort(xp.reshape(positions, (-1,))), _counted(xp, n + 1, wide))
+    below = xp.searchsorted(xp.sort(xp.reshape(positions, (-1,))), counted(xp, n + 1, wide))
     return below[1:] > below[:-1]
 
 
-def _counted(xp: Any, count: int, like: Array) -> Array:
+def counted(xp: Any, count: int, like: Array) -> Array:
     """0, 1, 2, ... [count] int64, where `like` is."""
     return xp.arange(count, dtype=xp.int64, device=device_of(like))
 
 
 def _powers(xp: Any, count: int, like: Array) -> Array:
     """1, 2, 4, ... [count] int64."""
-    return xp.bitwise_left_shift(_counted(xp, count, like) * 0 + 1, _counted(xp, count, like))
+    return xp.bitwise_left_shift(counted(xp, count, like) * 0 + 1, counted(xp, count, like))

@@ -9,9 +9,8 @@ remainder is linear, so word i times x**(-32 i), summed by exclusive or in any o
 times x**(32 words) at the end, are the same 32 bits. This file holds that arithmetic for the host
 and the table of powers; its twin is csrc/compress/crc.cuh.
 
-CRC-32 of many payloads in one buffer, over any array library: checksum.crc without its loop.
-
-The remainder is linear. With the register at zero, the CRC of words side by side is the exclusive
+`Checksums` are those of many payloads in one buffer over any array library, without a loop over
+words. With the register at zero, the CRC of words side by side is the exclusive
 or of what each of their bytes gives by itself, which a table holds for each place in a run of 64
 words; the CRCs of 64 runs make one in the same way, with tables of larger steps, so that three
 levels do for a mebibyte. Runs are filled up in front, where zeros change nothing. What the register
@@ -114,6 +113,7 @@ class Checksums:
         starts = np.cumsum([0, *sizes])[:-1]
         self.places = Constant((starts + OWN_WORD).astype(np.int64))
         self._levels: list[tuple[Constant, Constant]] = []
+        # The checksum's own word counts as 0, in the first level alone: later ones have CRCs.
         skipped: npt.NDArray[np.int64] | None = starts + OWN_WORD
         counts, total = np.asarray(sizes, np.int64), self.words
         while skipped is not None or counts.max(initial=1) > 1:
@@ -135,9 +135,12 @@ class Checksums:
             zeros = xp.zeros((rows, 1), dtype=xp.int32, device=device_of(words))
             index = gathering.on(words)
             runs = xp.take(xp.concat([words, zeros], axis=1), index, axis=1)
+            # A look-up for each byte of a run. A product with a matrix of bits would take 32 times
+            # the payload in floats (decision 86).
             split = xp.bitwise_right_shift(xp.reshape(runs, (rows, -1, RUN, 1)), shifts) & 255
             terms = take(table.on(words), xp.reshape(split + slots, (-1,)))
             terms = xp.reshape(terms, (rows, -1, 4 * RUN))
+            # Libraries have no exclusive or along an axis: halves of what is left, by and by.
             while terms.shape[2] > 1:
                 half = terms.shape[2] // 2
                 terms = terms[:, :, :half] ^ terms[:, :, half:]

@@ -1,20 +1,17 @@
-"""Long rows of small integers to bytes and back: b bits each, or five trits to a byte.
+"""What quantising codecs of NumPy arrays share: codes as bytes, buckets, random numbers.
 
-`ops/record.py` packs the short records of blocks into words; here a whole vector's codes lie
-side by side, the first in the lowest bits. Five three-valued codes fit a byte (3**5 = 243), which
-makes 1.6 bits each, where whole bits take 2; the information in them is at most log2(3) = 1.585.
+**Codes** of a whole vector lie side by side, b bits each, the first in the lowest bits. Five
+three-valued codes fit a byte (3**5 = 243): 1.6 bits each, where whole bits take 2; the information
+in them is at most log2(3) = 1.585.
 
-Buckets: a vector cut into rows of equal length, each with statistics of its own.
+**Buckets** are rows of equal length with a scale of their own. One scale for a whole tensor makes
+its largest element set the step of all others; a scale per bucket costs 32 bits.
 
-One scale for a whole tensor makes its largest element set the step of all others; a scale per
-bucket costs 32 bits per row and keeps the step local.
-
-Random numbers that depend on (seed, step, position) and on nothing else.
-
-A generator that is carried along gives other numbers after a restart, or when tensors come in
-another order. Philox (Salmon et al. 2011) is a function of a key and a counter: here the key is
-(seed, step) and the counter the position, so any step can be done again, bit by bit. NumPy
-promises the stream of its bit generators across versions, unlike that of its distributions.
+**Random numbers** depend on (seed, step, position) and on nothing else. A generator that is carried
+along gives other numbers after a restart, or when tensors come in another order. Philox (Salmon et
+al. 2011) is a function of a key and a counter: here the key is (seed, step) and the counter the
+position, so any step can be done again, bit by bit. NumPy promises the stream of its bit generators
+across versions, unlike that of its distributions.
 """
 
 from __future__ import annotations
@@ -45,6 +42,7 @@ def pack_codes(codes: Integers, bits: int) -> Bytes:
     if bits in _WHOLE:
         return np.ascontiguousarray(codes, _WHOLE[bits]).view(np.uint8)
     out = np.empty(packed_bytes(codes.size, bits), np.uint8)
+    # Shifts of whole words where a few codes fill bytes; widths such as 9 or 11 go bit by bit.
     pack = _pack_groups if _group(bits) else _pack_bits
     for start in range(0, codes.size, _CHUNK):
         part = codes[start : start + _CHUNK]
@@ -90,6 +88,7 @@ def _unpack_groups(data: Bytes, count: int, bits: int) -> npt.NDArray[np.uint32]
     words = np.zeros((-(-count // group), 8), np.uint8)
     complete = data.size // size
     words[:complete, :size] = data[: complete * size].reshape(-1, size)
+    # The last codes may not fill their bytes: what is there of them, and zeros.
     words[complete:, : data.size - complete * size] = data[complete * size :]
     word = words.reshape(-1).view("<u8")
     mask = np.uint64((1 << bits) - 1)
@@ -177,15 +176,6 @@ def uniform_words(seed: int, step: int, n: int) -> npt.NDArray[np.uint32]:
 
 def happens(probability: npt.NDArray[np.float64], seed: int, step: int) -> npt.NDArray[np.bool_]:
     """True with the given probabilities, to 2**-32; never where it is 0, always where it is 1."""
+    # 32 random bits, and not a float32 of them: that could round up to 1.
     words = uniform_words(seed, step, probability.size).reshape(probability.shape)
     return np.asarray(words < probability * 2.0**32)
-
-
-def normal_matrix(seed: int, rows: int, cols: int) -> npt.NDArray[np.float32]:
-    """[rows, cols] float32, standard normal; the same on every rank (Box-Muller)."""
-    count = (rows * cols + 1) // 2
-    words = uniform_words(seed, 0, 2 * count).astype(np.float64)
-    radius = np.sqrt(-2 * np.log((words[:count] + 1) * 2.0**-32))
-    angle = words[count:] * (2 * np.pi * 2.0**-32)
-    pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
-    return pairs[: rows * cols].reshape(rows, cols).astype(np.float32)

@@ -1,25 +1,22 @@
-"""Scales on which numbers become digits: quarters of an octave, from a table.
+"""Numbers as digits that an int32 all-reduce can sum, on scales that all ranks share.
 
-No logarithm and no power is taken of an array: libraries differ in their last bit. Nor is an array
-divided by a number: some devices multiply by its inverse. An exponent e stands for 2**(e / 4).
+**Scales** are quarters of an octave from a table: an exponent e stands for 2**(e / 4). No logarithm
+and no power is taken of an array: libraries differ in their last bit. Nor is an array divided by a
+number: some devices multiply by its inverse. The scale of a column in a step comes from the ranks'
+mean peak in the step before, which travels in a word for each column: an exponent, and above it a
+count of the ranks that had one.
 
-Low-bit integers that an int32 all-reduce can sum: several signed digits in one word.
-
-Horovod's torch all-reduce takes no type below int32. Four digits d of base 256, or two of base
-65536, make one word, sum d_i * base**i. As long as the sum over the ranks of each digit stays
-inside half a base, words add up without a carry that matters, and a rank that adds zero words
-(one that has joined) adds nothing. With 8 ranks a digit of base 256 has 15 levels on each side.
+**Digits** are low-bit integers, several of them in one word. Horovod's torch all-reduce takes no
+type below int32. Four digits d of base 256, or two of base 65536, make one word, sum d_i * base**i.
+As long as the sum over the ranks of each digit stays inside half a base, words add up without a
+carry that matters, and a rank that adds zero words (one that has joined) adds nothing. With 8 ranks
+a digit of base 256 has 15 levels on each side.
 
 Digits of one place lie together: word i of w holds digits i, i + w, i + 2 w, i + 3 w. So every
 place is one stretch of memory. No sum of words leaves int32, nor does any step on the way there
 and back: 127 * (1 + 2**8 + 2**16 + 2**24) + 2**23 + 2**15 + 2**7 is 2**31 - 1.
 
-Columns of numbers as digits in words, each column on a scale that all ranks share.
-
-The scale of a step comes from the ranks' mean peak in the step before, which travels in a word for
-each column: an exponent, and above it a count of the ranks that had one.
-
-A checksum of words that is linear in them, so that the sum of the ranks' must be that of the sum.
+**The checksum** of words is linear in them, so that the sum of the ranks' must be that of the sum.
 """
 
 from __future__ import annotations
@@ -94,7 +91,7 @@ def times_power(values: Array, exponent: int) -> Array:
     """Numbers times 2**exponent; in two products, as one power may be beyond float32."""
     if not exponent:
         return values
-    half = exponent // 2
+    half = exponent // 2  # 2**149, which the least float32 takes, is no float32
     return values * 2.0**half * 2.0 ** (exponent - half)
 
 
@@ -104,6 +101,7 @@ def covering(peaks: Array) -> tuple[Array, Array]:
     peaks : [n] float32, not negative, finite; clipped to the table
     """
     xp = namespace(peaks)
+    # A search in a table where others take a logarithm: exact, and so the same on all ranks.
     exponents = clipped(xp.searchsorted(COVERED.on(peaks), peaks), 0, HIGHEST - LOWEST)
     return xp.astype(exponents, xp.int32) + LOWEST, peaks > 0
 
@@ -111,7 +109,7 @@ def covering(peaks: Array) -> tuple[Array, Array]:
 def units(exponents: Array, limit: int = 1, ranks: int = 1) -> Array:
     """[n] float32: what a digit of at most `limit` stands for in a mean over ranks.
 
-    The digit `limit` of one rank is the largest magnitude that can be said, a margin included.
+    The digit `limit` of one rank is the largest magnitude it can send, a margin included.
 
     exponents : [n] int32, LOWEST to HIGHEST
     """
@@ -173,6 +171,8 @@ class Digits:
                 f"a sum over {ranks} ranks; expected 1 to {MAX_RANKS}. Use FFTCompression, or "
                 "no compression."
             )
+        # A sum of `ranks` digits has to stay inside half a base, so each rank's share of the levels
+        # shrinks with their number: beyond 42 ranks 8 bits have none left.
         for bits in (16,) if fine else (8, 16):
             limit = min(2 ** (bits - 1) - 1, most) // ranks
             if limit >= _COARSEST:
@@ -194,6 +194,8 @@ class Digits:
             missing = (words * per - count,)
             padding = xp.zeros(missing, dtype=xp.int32, device=digits.device)
             digits = xp.concat([digits, padding])
+        # Sums and products, no shifts and ors: digits are signed, and a sum of words has to be the
+        # word of the sums.
         places = [digits[at * words : (at + 1) * words] for at in range(per)]
         return reduce(lambda high, low: high * 2**self.bits + low, reversed(places))
 
@@ -202,6 +204,8 @@ class Digits:
         xp = namespace(words)
         half, mask = 2 ** (self.bits - 1), 2**self.bits - 1
         shifts = range(0, 32, self.bits)
+        # Half a base on every digit but the highest makes them all positive: none borrows from the
+        # next. The highest keeps the sign of the word.
         biased = words + sum(half << shift for shift in shifts[:-1])
         places = [(shifted_right(biased, shift) & mask) - half for shift in shifts[:-1]]
         return xp.concat([*places, shifted_right(biased, shifts[-1])])[:count]
@@ -257,6 +261,8 @@ class FixedPointColumns:
         sizes = abs(flat)
         if isinstance(sizes, np.ndarray):
             return np.maximum.reduceat(sizes, self._starts)
+        # On a device one launch for all columns; else a maximum for each run of columns of one
+        # length, which needs no index for each number.
         if len(self._runs) > _FEW and not on_host(flat) and not is_fixed(flat):
             return largest_of(sizes, self._column_of.on(flat), self.count)
         pieces = split(sizes, [count * side for count, side in self._runs])
@@ -284,7 +290,7 @@ class FixedPointColumns:
         unit = self._spread(units(exponents, digits.limit))
         scaled = rounded(flat / unit, digits.limit)
         words = xp.concat([head, digits.pack(xp.astype(scaled, xp.int32))])
-        scaled *= unit
+        scaled *= unit  # in place: `rounded` has made an array that nobody else has
         return words, scaled
 
     def unpack(self, total: Array, exponents: Array, ranks: int) -> tuple[Array, Array, Array]:
@@ -294,6 +300,7 @@ class FixedPointColumns:
         head = total[: self.count]
         counts = shifted_right(head + _COUNT // 2, 20)
         some = counts > 0
+        # At least one: where no rank had a number in the column, nothing may be divided by zero.
         ranked = clipped(counts, 1, MAX_RANKS)
         logs = head - counts * _COUNT
         # The mean, rounded half up in integers: the same wherever it is computed.

@@ -33,7 +33,7 @@ UNFIT = 0x7B800000  # bits of 2**120: from here on, NaN included, an element esc
 FINEST = np.float32(2.0**-110)
 _EDGE = np.float32(2.0**-10)  # of a step
 _TILE, _TILE_ROWS = 256, 32  # elements of a tile of C++, of a row and across
-_CHUNK = 1 << 18  # elements a thread takes at a time: a multiple of every group
+_CHUNK = 1 << 18  # elements a thread takes at a time: a multiple of every group, so none is cut
 
 
 class Grids(NamedTuple):
@@ -129,6 +129,7 @@ def pack(
             packed.append((chunk, at, lost, zeros))
         return packed
 
+    # Threads take parts from a queue; escapes are to ascend whoever was faster.
     shares = _native.parallel(work, range(parts.count), threads)
     packed = sorted((part for share in shares for part in share), key=lambda part: part[0])
     at = np.frombuffer(b"".join(part[1] for part in packed), np.int64)
@@ -193,12 +194,15 @@ class Turn(NamedTuple):
 
         Rows and runs may have two axes each, of which one has its elements side by side.
         """
+        # A tile of C++ has 256 elements of a row, and a group may not be cut.
         if values.flags.c_contiguous or not run or group > _TILE:
             return None
         memory = values.transpose(np.argsort([-stride for stride in values.strides], kind="stable"))
         rows: list[tuple[int, int]] = []
         runs: list[tuple[int, int]] = []
         inner = 1
+        # From the innermost axis out: axes of runs until a run is full, then those of rows; two
+        # that lie as one in memory are one.
         for size, stride in reversed(list(zip(values.shape, values.strides, strict=True))):
             axes = runs if inner < run else rows
             inner *= size
@@ -219,7 +223,7 @@ class Turn(NamedTuple):
 def _most(turn: Turn | None, run: int, threads: int) -> int:
     """Elements of a part that a thread takes at a time: of a turned view rows that fill tiles."""
     if threads < 2 and _native.core():
-        return 1 << 62
+        return 1 << 62  # C++ goes through all of it in one call
     tiles = _TILE_ROWS * run
     return max(_CHUNK // tiles, 1) * tiles if turn else _CHUNK
 
@@ -273,6 +277,7 @@ def _pack_twin(
     magnitude = words & 0x7FFFFFFF
     fit = magnitude < UNFIT
     cap = _half_down(min(bound, 2.0**120))
+    # Bits of floats in the order of integers: those of negative numbers turned around.
     keys_ = words ^ ((words >> 31) & 0x7FFFFFFF)
     info = np.iinfo(np.int32)
     low = np.minimum.reduceat(np.where(fit, keys_, info.max), starts)
@@ -293,10 +298,15 @@ def _pack_twin(
     bases, steps = np.repeat(base, lengths), np.repeat(step, lengths)
     exact = np.where(fit, values, bases)
     with np.errstate(over="ignore"):
+        # By the inverse of the step: C++ divides once for a group (decision 110), and bits are
+        # equal.
         raw = (exact - bases) * np.repeat(np.float32(1) / step, lengths)
+    # What lies off the grid gets some code; it is overwritten by its escape.
     q = np.minimum(np.maximum(raw, np.float32(0)), top)
     # Off the grid by more than what rounding does: its end would be within the bound, but biased.
     on = (raw > -_EDGE) & (raw < top + _EDGE)
+    # A random integer is added and what lies below the point cut off: up with the probability of
+    # the distance, without a comparison.
     fraction = fraction_of(bits)
     points = np.rint(q * np.float32(2**fraction)).astype(np.int32)
     code = points + (random_halves(first, n, key) >> (16 - fraction)) >> fraction
@@ -363,6 +373,7 @@ def choose(
             inner = np.minimum(step_a, step_b)
         below = np.where(both, below, top)
         step = np.where(lattice, np.where(both, inner, -low / top), (high - low) / top)
+        # Steps travel as upper halves of float32. Up: a grid rounded down would not span its group.
         step = np.maximum(_half_up(step), FINEST)
         base = np.where(lattice, -below * step, low)
         half = np.floor((top + one) / np.float32(2))

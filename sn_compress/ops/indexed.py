@@ -55,9 +55,11 @@ def largest(values: npt.NDArray[np.float32], k: int) -> Positions:
     integers, so all of it is exact.
     """
     nb, length = values.shape
+    # NaN has the largest bits of all, so a vector with NaN has k positions, too.
     magnitudes = np.ascontiguousarray(values).view(np.uint32) & np.uint32(0x7FFFFFFF)
     if k == length:
         return np.broadcast_to(np.arange(length), (nb, length)).astype(np.int64)
+    # All above the k-th largest, and of those equal to it the first that there is still room for.
     threshold = np.partition(magnitudes, length - k, axis=1)[:, length - k, None]
     chosen = magnitudes > threshold
     missing = k - np.count_nonzero(chosen, axis=1)  # [nb] places left for equals
@@ -88,6 +90,7 @@ def locate(indices: Positions, cut: list[Run]) -> Positions:
     for run in cut:
         inside = indices[at : at + run.count * run.kept].reshape(run.count, run.kept)
         at += inside.size
+        # int64 indices of a forged payload may be negative, which NumPy would count from the end.
         ascending = (np.diff(inside, axis=1) > 0).all()
         if not (ascending and (inside >= 0).all() and (inside < run.length).all()):
             raise PayloadError(
@@ -105,7 +108,7 @@ def index_bytes(cut: list[Run], bits: int) -> int:
 
 def write_indices(indices: Positions, bits: int) -> npt.NDArray[np.uint8]:
     """Indices as `bits` bits each."""
-    if bits == 64:
+    if bits == 64:  # pack_codes takes up to 32 bits
         return np.ascontiguousarray(indices, "<i8").view(np.uint8)
     return codes.pack_codes(indices, bits)
 

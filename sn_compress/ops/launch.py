@@ -28,8 +28,8 @@ VALUES = ("range", "fp16", "sign", "2bit")
 POSITIONS = ("elias-fano", "bitmap", "all")
 DTYPES = ("float32", "float16", "bfloat16")
 
-SMALLEST, LARGEST = 32, 8192
-ROWS = 48  # kSections in section.cuh
+SMALLEST, LARGEST = 32, 8192  # elements of a block: what one thread block holds in shared memory
+ROWS = 48  # kSections in section.cuh: what fits the 4 KiB of a kernel's arguments
 _MOST_BLOCKS = 2**31 - 1  # of a grid
 
 SECTION = np.dtype(
@@ -103,6 +103,7 @@ class Format:
     @classmethod
     def of(cls, layout: Layout, transform: str, span: int | None = None) -> Format:
         """The format of a layout whose coefficients come from `transform`, of spans or blocks."""
+        # Without positions a record has no list of them, and neither does shared memory.
         everything = layout.kept == layout.bins
         return cls(
             layout.block,
@@ -165,7 +166,7 @@ class Format:
         settings["code_bits"], settings["mantissa"] = self.code_bits, self.mantissa
         settings["positions"] = POSITIONS.index(self.positions)
         settings["low"] = low_bits(self.kept, self.bins)
-        settings["top"] = -1 if top is None else top
+        settings["top"] = -1 if top is None else top  # negative: each block's own
         settings["factor"], settings["ranks"] = factor, ranks
         settings["powers"] = powers(device)
         return settings
@@ -228,7 +229,7 @@ def _launch(
     constant = device.constant(("twiddles", form.span, form.transform), table)
     for rows in _rows(pieces):
         sections = np.zeros(1, SECTIONS)
-        at = 0
+        at = 0  # blocks so far: by their number a thread block finds its row
         for i, piece in enumerate(rows):
             sections["at"][0, i] = (
                 piece.values,
@@ -292,6 +293,8 @@ def twiddles(span: int, transform: str) -> npt.NDArray[np.float32]:
         turns.append(np.arange(points // 2 + 1) / span)
     if transform == "dct":
         turns.append(np.arange(points + 1) / (4 * span))
+    # NumPy's cosines will do, whatever their last bit: a GPU's transforms are held to a bound, not
+    # to a host's bits (docs/cuda.md). Those of hosts are spectrum.roots.
     angles = -2 * np.pi * np.concatenate(turns)
     table = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     table.setflags(write=False)

@@ -50,7 +50,7 @@ SUM_BITS = 15  # of the magnitude of a whole number in a row
 _EXACT = 53  # bits of whole numbers that float64 holds
 _LEAST = 0.5  # of a squared norm: whole numbers that are not zero have at least one
 _BITS = 30  # of the transform
-_HUGE = 1e300
+_HUGE = 1e300  # larger than any term of an elimination
 
 
 def most(width: int) -> int:
@@ -68,9 +68,11 @@ class Orthonormal:
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
-        all_equal: dict[tuple[int, int], list[int]] = {}
+        groups: dict[tuple[int, int], list[int]] = {}
         for at, (rows, width) in enumerate(shapes):
-            all_equal.setdefault(((rows.bit_length() + 1) // 2, width.bit_length()), []).append(at)
+            # Of about equal size: rows within a factor of four, widths within two. Zeros that fill
+            # a matrix up cost arithmetic; a group more costs launches.
+            groups.setdefault(((rows.bit_length() + 1) // 2, width.bit_length()), []).append(at)
         ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
         self._table, self._ends = np.array(shapes, np.int64), ends
         n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
@@ -78,7 +80,7 @@ class Orthonormal:
         self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
         places, rows_of = [], []
         some: list[Bools] = []
-        for members in all_equal.values():
+        for members in groups.values():
             first = len(some)
             rows, width = (max(shapes[at][axis] for at in members) for axis in (0, 1))
             self._groups.append((len(members), rows, width))
@@ -163,6 +165,7 @@ class Orthonormal:
         rows = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
         out, bits = to_host(rows), self.bits
         threads = host_threads(sums)
+        # On one thread all matrices in one call: calls on small arrays cost more than their work.
         step = len(self._table) if threads == 1 else 1
 
         def work(firsts: Iterator[int]) -> None:
@@ -269,6 +272,7 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
     nothing = xp.zeros_like(gram[:, 0, 0])
     inverses = []
     for j in range(rows):
+        # A row that depends on those before it has nothing left: its scale is zero, not infinite.
         pivot = both[:, j, j]
         scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
         inverses.append(scale)

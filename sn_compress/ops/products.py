@@ -1,31 +1,27 @@
 """Tensors as matrices, their products with few directions, and sums of gradient and memory.
 
-Products of matrices with a few directions each: what a low-rank step spends its time on.
+**Products** with a few directions are what a low-rank step spends its time on. Factors lie
+transposed, [directions, rows] and [directions, columns]. On a host with AVX2 or more the compiled
+kernels compute them: an order of sums of their own, the same for every instruction set, block and
+thread, and no fused multiply-add, so that the bits are the same on all of them. The array forms are
+the oracle: equal to within the rounding of float32 sums.
 
-Factors lie transposed, [directions, rows] and [directions, columns]. On a host with AVX2 or more
-the compiled kernels compute them: an order of sums of their own, the same for every instruction
-set, block and thread, and no fused multiply-add, so that the bits are the same on all of them. The
-array forms are the oracle: equal to within the rounding of float32 sums.
+**A tensor as a matrix** is its axes cut in two. The obvious cut is the first axis against all
+others, as PowerSGD has it. It suits kernels that lie as (out, in, height, width). Keras keeps
+(height, width, in, out), of which it makes a matrix of three rows; stacks of experts and the
+(heads, d, D) kernels of attention fare no better. A factor of rank r has r (rows + columns)
+numbers, so the cut is made where that sum is least.
 
-A tensor as a matrix: its axes cut in two.
+**Where a matrix is strongest** a power iteration finds. PowerSGD takes one iteration a step, from
+the factor of the step before; who has no such factor, or an old one, takes more (Halko, Martinsson,
+Tropp 2011, algorithm 4.4). The library's QR makes it orthonormal. Ranks that have to find the same
+bits use `orthonormal.py` in its place.
 
-The obvious cut is the first axis against all others, as PowerSGD has it. It suits kernels that lie
-as (out, in, height, width). Keras keeps (height, width, in, out), of which it makes a matrix of
-three rows; stacks of experts and the (heads, d, D) kernels of attention fare no better. A factor of
-rank r has r (rows + columns) numbers, so the cut is made where that sum is least.
-
-Where a matrix is strongest: the power iteration of low rank, on one rank.
-
-PowerSGD takes one iteration a step, from the factor of the step before; who has no such factor, or
-an old one, takes more (Halko, Martinsson, Tropp 2011, algorithm 4.4). The library's QR makes it
-orthonormal. Ranks that have to find the same bits use `orthonormal.py` in its place.
-
-Whether ranks compute float32 products with the same bits: what a rank says of its hardware.
-
-The order in which a library sums up a product hangs on the processor, the threads, the release. The
-names of these are told, and a digest of a few products, as a name does not say which kernels a
-library has taken. Ranks that say the same multiply the last factors in float32, others in one order
-of float64, which takes longer (`allreduce/methods/low_rank.py`).
+**The hardware's fingerprint** shows whether ranks compute float32 products with the same bits. The
+order in which a library sums up a product depends on the processor, the threads, the release. Their
+names are compared, and a digest of a few products, as a name does not say which kernels a library
+has chosen. Ranks whose fingerprints are equal multiply the last factors in float32, others in one
+order of float64, which takes longer (`allreduce/methods/low_rank.py`).
 """
 
 from __future__ import annotations
@@ -67,6 +63,7 @@ _Host = npt.NDArray[Any]
 
 def kernel(core: Any) -> int | None:
     """The fastest of the extension's kernels; None where libraries have faster ones."""
+    # Kernel 0 runs on any processor, and is slower there than the products of a BLAS.
     last: int = core.product_kernels() - 1 if core is not None else 0
     return last or None
 
@@ -128,6 +125,7 @@ def _run(
     fastest = kernel(core)
     if fastest is None:
         return False
+    # All views before the first piece: a product that stops halfway would have been started twice.
     called: list[tuple[_Host, _Host, _Host]] = []
     for three in zip(matrices, left, right, strict=True):
         views = [host_view(array) for array in three]
@@ -138,6 +136,8 @@ def _run(
     pieces = [
         (at, start, min(start + step, m.shape[axis]))
         for at, (m, _, _) in enumerate(called)
+        # Whole runs of 64, which kernels work on at a time: no sum crosses a piece, so threads and
+        # sizes of pieces change no bit.
         for step in (max(64, _CHUNK * m.shape[axis] // max(m.size, 1) // 64 * 64),)
         for start in range(0, m.shape[axis], step)
     ]
@@ -175,15 +175,15 @@ def exact_outer(
     """See `outer`; one order of sums and one rounding, for ranks of unlike hardware."""
     into = outs or [None] * len(left)
     return [
-        _exact_product(matrix_transpose(a), b, out)
-        for a, b, out in zip(left, right, into, strict=True)
+        _exact(matrix_transpose(a), b, out) for a, b, out in zip(left, right, into, strict=True)
     ]
 
 
-def _exact_product(left: Array, right: Array, out: Array | None) -> Array:
-    """Left @ right with one order of sums and one rounding, for ranks of unlike hardware."""
+def _exact(left: Array, right: Array, out: Array | None) -> Array:
     xp = namespace(left)
     left, right = xp.astype(left, xp.float64), xp.astype(right, xp.float64)
+    # One direction after the other, by the standard's elementwise operations: no library may choose
+    # an order of sums, or fuse a product with a sum.
     total = left[:, :1] * right[:1, :]
     for place in range(1, right.shape[0]):
         total = total + left[:, place : place + 1] * right[place : place + 1, :]
@@ -274,6 +274,7 @@ def remembered(
         return sums
 
     shares = _native.parallel(work, pieces, host_threads(memory))
+    # In order of the pieces, whoever computed them: a sum of floats depends on its order.
     squares = sorted(pair for share in shares for pair in share)
     energy = sum(square for _, square in squares)
     return vector, xp.asarray(energy, dtype=xp.float32)
@@ -309,5 +310,6 @@ def _digest(like: Array) -> str:
 @lru_cache(maxsize=32)
 def _factor(rows: int, columns: int) -> Any:
     """Return numbers that use all bits of float32's significand, the same on every machine."""
+    # Full significands: products of few bits would be exact in any order, and show nothing.
     integers = np.random.default_rng(rows * columns).integers(-(2**23), 2**23, (rows, columns))
     return (integers / 2**23).astype(np.float32)

@@ -1,6 +1,7 @@
-"""Range-based N-bit floats: the few numbers of an N-bit code spent on the range that is used.
+"""What fixes the bits of a record, and how its values become codes.
 
-IEEE formats spend codes on ranges gradients never visit. Here the float32 numbers with only m
+**Range-based N-bit floats** spend the few numbers of an N-bit code on the range that is used. IEEE
+formats spend codes on ranges gradients never visit. Here the float32 numbers with only m
 mantissa bits, in order, form a ladder; 2**N - 1 of its rungs, those just below `high` on either
 side of zero, and zero itself are the representable values ("SuperNeurons: FFT-based Gradient
 Sparsification", arXiv 1811.08596; formulas reconstructed, `docs/decisions/0003`).
@@ -12,9 +13,9 @@ Sparsification", arXiv 1811.08596; formulas reconstructed, `docs/decisions/0003`
 
 All of it is integer arithmetic on the bits of a float, so every back end gives the same codes.
 
-They are one of the coders of the values that a record keeps, `encode_values` and `decode_values`.
-Each takes values [nb, m] float32 and the bits of each block's peak and gives heads [nb, h]
-uint16 (upper halves of float32 scales), codes [nb, m] uint16 and how many values saturated.
+**Coders** of the values that a record keeps (`encode_values`, `decode_values`): each takes values
+[nb, m] float32 and the bits of each block's peak and gives heads [nb, h] uint16 (upper halves of
+float32 scales), codes [nb, m] uint16 and how many values saturated.
 
 "range"  these range-based floats; zero is a code
 "fp16"   half precision, scaled per block by a power of two so that its peak fits
@@ -23,21 +24,17 @@ uint16 (upper halves of float32 scales), codes [nb, m] uint16 and how many value
 
 Means are summed in fixed point: integers add up to the same in any order, on any back end.
 
-What fixes the bits of a record, see record.py: known before there is a value.
+**Which coefficients stay**: the k of largest magnitude, ties to the lower position. Comparing re**2
++ im**2 as it stands would underflow for small gradients (1e-25 squared is zero in float32) and
+overflow for large ones, so a block is first scaled by the power of two that brings its largest
+component near one: exact, and the same on every back end. Bins below 2**-75 of the largest count as
+zero.
 
-Which coefficients stay: the k of largest magnitude, ties to the lower position.
-
-Comparing re**2 + im**2 as it stands would underflow for small gradients (1e-25 squared is zero
-in float32) and overflow for large ones, so a block is first scaled by the power of two that
-brings its largest component near one: exact, and the same on every back end. Bins below 2**-75 of
-the largest count as zero.
-
-Blocks near the largest float32: encoded over 2**LARGE_SHIFT, which a bit of the record's head says.
-
-A transform sums a block before it divides by the square root of its length, and coefficients are up
-to that root larger than values. Below LARGE_FROM nothing of this leaves float32 in a block of 2**32
-elements; LARGE_SHIFT octaves lower the largest float32 is below LARGE_FROM, too. Ordinary blocks
-have the bits that they have without this.
+**Large blocks**, near the largest float32, are encoded over 2**LARGE_SHIFT, and a bit of the
+record's head says so. A transform sums a block before it divides by the square root of its length,
+and coefficients are up to that root larger than values. Below LARGE_FROM nothing of this leaves
+float32 in a block of 2**32 elements; LARGE_SHIFT octaves lower the largest float32 is below
+LARGE_FROM, too. Ordinary blocks have the bits that they have without this.
 
 A large block's memory is kept as all others are, times 2**LARGE_SHIFT, and ends at MOST_MEMORY:
 what float32 cannot hold is not remembered. Twin: csrc/compress/record.cpp.
@@ -113,7 +110,7 @@ class Layout:
     @property
     def position_bits(self) -> int:
         k, f = self.kept, self.bins
-        if k == f:
+        if k == f:  # all are kept, in order
             return 0
         if self.positions == "bitmap":
             return f
@@ -145,6 +142,8 @@ def magnitude_keys(
     """
     if parts == 1:
         return (coefficients.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.int32)
+    # At most 253: the power of two of a larger exponent would be a denormal, which some devices
+    # take for zero.
     exponent = np.minimum(peaks >> 23, 253)
     scale = ((254 - exponent) << 23).astype(np.uint32).view(np.float32)  # [nb] powers of two
     with np.errstate(all="ignore"):
@@ -155,6 +154,7 @@ def magnitude_keys(
 
 def largest_keys(keys: Keys, k: int) -> Positions:
     """Positions of the k largest keys of each row, ascending, [nb, k] uint32."""
+    # A stable sort of the negated keys: of equal ones the lower position comes first.
     order = np.argsort(-keys.astype(np.int64), axis=1, kind="stable")[:, :k]
     return np.sort(order, axis=1).astype(np.uint32)
 
@@ -328,7 +328,8 @@ def encode_values(
     if layout.values == "fp16":
         heads = np.asarray((peaks >> 23) << 7, np.uint16)[:, None]
         halves = np.asarray(values * _half_scale(heads), np.float16).view(np.uint16)
-        # In the topmost binade 0x7800 stands for 2**128, so what rounds to it goes down.
+        # In the topmost binade 0x7800 stands for 2**128, which is Inf, so what rounds to it goes
+        # down.
         over = (heads >= 0x7F00) & (halves & 0x7FFF >= 0x7800)
         return heads, np.where(over, halves & 0x8000 | 0x77FF, halves).astype(np.uint16), 0
     if layout.values == "range":
@@ -347,6 +348,7 @@ def encode_values(
         return _bfloat(mean, exponent)[:, None], negative, 0
     upper = fixed > mean[:, None]
     low, high = _mean(fixed, ~upper), _mean(fixed, upper)
+    # Where all magnitudes are equal none is above their mean: one level, sent twice.
     high = np.where(upper.any(axis=1), high, low)
     heads = np.stack([_bfloat(low, exponent), _bfloat(high, exponent)], axis=1)
     codes = np.asarray(negative + 2 * upper, np.uint16)
@@ -445,6 +447,7 @@ def encode_large(
         return encode_rows(values, memory, words, ordinary)
     counts = []
     both = (~large, encode_rows, ordinary), (large, lowered(encode_rows), top)
+    # Two calls of whole arrays. Rows that a mask picks are copies: words and memory go back.
     for rows, encode_those, end in both:
         if not rows.any():
             continue
@@ -469,6 +472,7 @@ def lowered(
         end = None if top is None else lower_top(top)
         with np.errstate(all="ignore"):
             saturated, energy, error = encode_rows(values * down, held, words, end)
+        # A block that is not finite has no unit, and its memory stays as it was, in the old unit.
         finite = words[:, 0] & 0xFFFF != NON_FINITE
         words[finite, 0] |= LARGE_BIT
         if memory is not None and held is not None:

@@ -7,20 +7,15 @@
     then         positions, as a bitmap of f bits or in Elias-Fano form; nothing if all are kept
 
 padded to 32-bit words. `csrc/compress/record.cpp` does the work in one pass over each block while
-it is in the cache; `encode_twin` and `decode_twin` are its oracle and its stand-in.
-
-Bits to words: codes side by side, and positions as a bitmap or in Elias-Fano form.
+it is in the cache; `encode_twin` and `decode_twin` are its oracle, and run where it is missing.
+A transform of all blocks before the records of all, or after, would bring each coefficient from
+and to memory once more; `encode_blocks` and `decode_blocks` keep it in the core's first cache.
 
 Streams are made of 32-bit little-endian words, the first bit in the lowest place. Elias-Fano
 (Elias 1974; Fano 1971) splits each of k ascending positions below f into l = log2(f / k) low
 bits, stored as they are, and the rest, stored as a map with k ones: bit (p >> l) + i is one for
 the i-th position p. The size follows from k and f alone, and it is within a few percent of the
 least possible: 7.6 bits a position at k = 41 of 2049, where a plain index takes 11.
-
-Blocks of values to records and back, in one pass over each block where the extension can.
-
-A transform of all blocks before the records of all, or after, would bring each coefficient from
-and to memory once more; here it does not leave the core's first cache.
 """
 
 from __future__ import annotations
@@ -107,6 +102,7 @@ def read_elias_fano(lows: Bits, uppers: Bits, k: int, f: int) -> Positions:
     positions: Positions = high << np.uint32(low)
     if low:
         positions |= bits_to_codes(lows, low)
+    # Forged low bits may put positions out of order, or two of them on one bin.
     steps = np.diff(positions.astype(np.int64), axis=1)
     if (positions >= f).any() or (steps <= 0).any():
         raise PayloadError(f"positions do not ascend strictly below {f}")
@@ -135,7 +131,7 @@ def encode_records(
         return encode_twin(coefficients, memory, words, layout, decay, top)
     end = -1 if top is None else top
     return Tally(
-        *core.encode_records(coefficients, memory, words, *numbers(layout), float(decay), end)
+        *core.encode_records(coefficients, memory, words, numbers(layout), float(decay), end)
     )
 
 
@@ -148,7 +144,7 @@ def decode_records(words: Words, accum: Floats, layout: Layout, weight: float) -
     if core is None:
         decode_twin(words, accum, layout, weight)
     else:
-        refuse(core.decode_records(words, accum, *numbers(layout), weight), layout)
+        refuse(core.decode_records(words, accum, numbers(layout), weight), layout)
 
 
 def refuse(damaged: int, layout: Layout) -> None:
@@ -192,6 +188,8 @@ def encode_twin(
             coefficients += memory * np.float32(decay)
     peaks = quantize.peak_bits(coefficients)
     finite = peaks <= quantize.MAX_FINITE
+    # Zeros from here on: one NaN would make the energy of all rows NaN, and NumPy warns of its
+    # cast.
     coefficients[~finite] = 0
     keys = quantize.magnitude_keys(coefficients, peaks, parts)
     positions = quantize.largest_keys(keys, k)  # [nb, k]
@@ -199,6 +197,7 @@ def encode_twin(
     index = positions.astype(np.int64)[:, :, None]
     values = np.take_along_axis(bins, index, axis=1).reshape(rows, k * parts)
     heads, codes, saturated = encode_values(values, peaks, layout, top)
+    # After the codes: whatever was encoded, this row says that it is not finite, and nothing else.
     heads[~finite] = [NON_FINITE] + [0] * (heads.shape[1] - 1)
     stream = np.concatenate(
         [
@@ -229,6 +228,7 @@ def encode_twin(
 def decode_twin(words: Words, accum: Floats, layout: Layout, weight: float) -> None:
     """decode_records in NumPy."""
     stream = words_to_bits(words)
+    # Rows marked as not finite first: their other bits are ignored, and could not be checked.
     heads = bits_to_codes(stream[:, : layout.head_bits], 16)
     finite = heads[:, 0] != NON_FINITE
     accum[~finite] = np.nan
@@ -279,6 +279,8 @@ def encode_blocks(
     span : elements of each FFT, where a block is cut into several
     """
     core, length = _native.core(), spectrum.span_length(span, layout.block)
+    # One pass in C++ for the FFT of a power of two; other transforms of all rows, then their
+    # records.
     if core is None or transform != "fft" or not spectrum.fits(length):
         forward = spectrum.transform(transform, span).forward
 
@@ -290,7 +292,7 @@ def encode_blocks(
     end = -1 if top is None else top
     table = spectrum.roots(length)
     values = np.ascontiguousarray(values)  # a gradient may be every other element of something
-    arguments = (*numbers(layout), float(decay), end, length, table)
+    arguments = (numbers(layout), float(decay), end, length, table)
     return Tally(*core.encode_blocks(values, memory, words, *arguments))
 
 
@@ -311,14 +313,15 @@ def decode_blocks(
     core, length = _native.core(), spectrum.span_length(span, layout.block)
     if core is None or transform != "fft" or not spectrum.fits(length):
         inverse_of = spectrum.transform(transform, span)
+        # Payloads of one mean have to be in one unit before their values are added.
         records, rows = quantize.unified(records, layout)
         accum = np.zeros((len(out), layout.bins * layout.parts), np.float32)
         for words in records:
             decode_records(words, accum, layout, weight)
-        values = inverse_of.inverse(accum, layout.block)
+        values: Floats = inverse_of.inverse(accum, layout.block)
         if rows is not None:
             values[rows] = quantize.enlarged(values[rows])
         return values
-    arguments = (*numbers(layout), weight, length, spectrum.roots(length))
+    arguments = (numbers(layout), weight, length, spectrum.roots(length))
     refuse(core.decode_blocks(tuple(records), out, *arguments), layout)
     return out

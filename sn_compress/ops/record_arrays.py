@@ -1,7 +1,7 @@
 """Records of blocks over any array library: what record.py does on a host, bit for bit.
 
-Nothing hangs on a value: which bins travel is found by sorting, damage is a flag. See record.py for
-the bits of a record, select.py for which bins stay, quantize.py for the codes.
+Nothing depends on a value: which bins travel is found by sorting, damage is a flag. See record.py
+for the bits of a record, quantize.py for which bins stay and for the codes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from ..arrays import (
     add_at,
     bits_of,
     clipped,
-    device_of,
     floats_of,
     namespace,
     put,
@@ -27,7 +26,7 @@ from ..arrays import shifted_right as shifted
 from ..arrays import top as largest_of_rows
 from . import bits as bit_fields
 from . import quantize
-from .bits import Fields, low_bits, upper_bits
+from .bits import Fields, counted, low_bits, upper_bits
 from .quantize import FIXED_BITS, MAX_FINITE, NON_FINITE, Layout
 
 _ZERO = Constant(np.zeros((), np.float32))
@@ -142,7 +141,7 @@ class Records:
         spoken = finite if self._inner is None else finite & self._inner.on(coefficients)[None, :]
         coefficients = xp.where(spoken, coefficients, _ZERO.on(coefficients))
         at = _positions(coefficients, peaks, layout)  # [rows, k] int64
-        first = xp.reshape(_counted(xp, rows, at), (rows, 1)) * bins
+        first = xp.reshape(counted(xp, rows, at), (rows, 1)) * bins
         flat = xp.reshape(first + at, (-1,))
         pairs = xp.reshape(coefficients, (rows * bins, parts))
         values = xp.reshape(take(pairs, flat), (rows, kept * parts))
@@ -188,6 +187,7 @@ class Records:
         heads, codes = fields[:, :first], fields[:, first : first + kept * layout.parts]
         marked = shifted(heads[:, 0], 15)  # see quantize.LARGE_BIT
         is_large = xp.max(xp.reshape(marked, (ranks, -1)), axis=0)
+        # Without the mark, which is no part of a range: what is left is checked as any head.
         heads = heads & self._unmarked.on(heads)
         lost = heads[:, 0] == NON_FINITE
         damaged = heads[:, 0] > MAX_FINITE >> 16
@@ -196,13 +196,13 @@ class Records:
         down = take(quantize.LARGE_DOWN.on(words), is_large)[:, None]
         lower = xp.reshape(is_large[None, :] - xp.reshape(marked, (ranks, -1)), (-1, 1))
         heads = clipped(heads - lower * quantize.LARGE_OCTAVES, 0, quantize.LARGE_BIT)
-        count = _counted(xp, kept, words)[None, :]
+        count = counted(xp, kept, words)[None, :]
         if kept == bins:
             at = xp.broadcast_to(count, (rows, kept))
         else:
             # Not by a table, which for a whole vector would be many times as large as that.
             marks = bit_fields.one_by_one(words, self._map_at, self._map_bits)
-            place = _counted(xp, self._map_bits, words)[None, :]
+            place = counted(xp, self._map_bits, words)[None, :]
             nowhere = xp.full_like(marks, self._map_bits)
             at = xp.sort(xp.where(marks == 1, place, nowhere), axis=1)[:, :kept]
             damaged = damaged | (xp.sum(marks, axis=1) != kept)
@@ -211,6 +211,7 @@ class Records:
                 if low_bits(kept, bins):
                     at = at + fields[:, fields.shape[1] - kept :]
                 damaged = damaged | xp.any(at[:, 1:] <= at[:, :-1], axis=1) | (at[:, -1] >= bins)
+            # Damaged positions stay inside the arrays; what they add up to is replaced by NaN.
             at = clipped(at, 0, bins - 1)
         missing = damaged  # those marked as lost are among them
         values = decode_values(codes, _scale_of(heads, layout), layout)
@@ -224,10 +225,12 @@ class Records:
         xp, layout = namespace(target), self.layout
         blocks = target.shape[0] // layout.bins
         ranks = decoded.at.shape[0] // blocks
-        first = xp.reshape(_counted(xp, blocks, decoded.at), (1, blocks, 1)) * layout.bins
+        first = xp.reshape(counted(xp, blocks, decoded.at), (1, blocks, 1)) * layout.bins
         at = xp.reshape(decoded.at, (ranks, blocks, layout.kept)) + first
         at = xp.reshape(at, (ranks, -1))
         values = xp.reshape(decoded.values * weight, (ranks, blocks * layout.kept, layout.parts))
+        # Rank by rank: sums of floats in one order. Within a rank no bin comes twice, as `add_at`
+        # wants.
         for rank in range(ranks):
             target = add_at(target, at[rank], values[rank])
         return target
@@ -241,7 +244,7 @@ class Records:
             low = low_bits(kept, bins)
             if low:
                 numbers.append(at & (2**low - 1))
-            ones = shifted(at, low) + _counted(xp, kept, at)[None, :]
+            ones = shifted(at, low) + counted(xp, kept, at)[None, :]
         offsets = self._offsets.on(codes)
         places = [xp.broadcast_to(offsets, (rows, offsets.shape[1]))]
         if kept < bins:
@@ -254,13 +257,15 @@ def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
     """The k largest bins of each row, ascending, ties to the lower; [rows, k] int64."""
     xp = namespace(coefficients)
     rows, kept, bins = coefficients.shape[0], layout.kept, layout.bins
-    count = _counted(xp, bins, peaks)
+    count = counted(xp, bins, peaks)
     if kept == bins:
         return xp.broadcast_to(count[None, :], (rows, bins))
     if layout.parts == 1:
         order = bits_of(coefficients) & _SIGN
     else:
         order = bits_of(_squares(coefficients, peaks, layout))
+    # Magnitude above, position below and reversed: no two keys are equal, so all libraries' top-k
+    # agree, and ties go to the lower position.
     keys = xp.astype(order, xp.int64) * (_POSITION + 1) + (_POSITION - count)[None, :]
     return xp.sort(_POSITION - (largest_of_rows(keys, kept) & _POSITION), axis=1)
 
@@ -286,11 +291,6 @@ def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
             total = total - squares[:, -1]
     units = _FOURS.on(peaks)
     return xp.astype(total, xp.float64) * take(units, xp.astype(_exponents(peaks), xp.int64))
-
-
-def _counted(xp: Any, count: int, like: Array) -> Array:
-    """0, 1, 2, ... [count] int64, where `like` is."""
-    return xp.arange(count, dtype=xp.int64, device=device_of(like))
 
 
 def encode_values(

@@ -1,26 +1,23 @@
 """Orthonormal transforms of blocks, so that energies in both domains agree (Parseval).
 
 "fft"       real FFT: of b reals, b // 2 + 1 complex bins; all but the first and (for even b) the
-            last stand for a conjugate pair and count twice in the energy. Blocks whose length is a
-            power of two are fourier.py's; longer ones, and vectors of any length, are SciPy's. A
-            block may be cut into spans, see fourier.py
+            last stand for a conjugate pair and count twice in the energy. Blocks of up to 65,536,
+            a power of two, have an FFT of our own; others, and vectors of any length, SciPy's
 "dct"       DCT-II: b real coefficients
 "hadamard"  Walsh-Hadamard, b a power of two: additions only; spreads outliers, smooths nothing
 "identity"  none: top-k of the values themselves
 
 Coefficients are float32, [nb, bins * parts]; complex bins lie as pairs.
 
-Real FFT of blocks whose length is a power of two: the same bits on every machine.
+Our own FFT has the same bits on every machine. SciPy's works on four numbers at a time at best,
+wherever it runs, and what it rounds differs between its versions. Here half as many complex points
+go through passes of radix 8 which sort on their way (Stockham), and the spectrum of the vector is
+taken out of theirs; the extension does that in the machine's widest vectors. Nothing but additions
+and products in a fixed order, none of them fused, with a table that is made of exactly rounded
+operations only. So ranks on different machines, with and without the extension, decode alike.
 
-SciPy's works on four numbers at a time at best, wherever it runs, and what it rounds differs
-between its versions. Here half as many complex points go through passes of radix 8 which sort on
-their way (Stockham), and the spectrum of the vector is taken out of theirs; the extension does
-that in the machine's widest vectors. Nothing but additions and products in a fixed order, none of
-them fused, with a table that is made of exactly rounded operations only. So ranks on different
-machines, with and without the extension, decode alike.
-
-`csrc/compress/fourier.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle and its
-stand-in.
+`csrc/compress/fourier.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle, and run
+where the extension is missing.
 
 A block may be cut into spans with FFTs of their own, in as many bins as one FFT of the block has.
 Neighbours far apart in a flat gradient have little to do with each other: a short FFT leaves what
@@ -51,6 +48,8 @@ Parts = tuple[Floats, Floats]
 
 SHORTEST, LONGEST = 32, 2**16  # the longest whose table of roots stays in a second-level cache
 _HALF_ROOT = np.float32(0.70710678)  # cos(pi / 4)
+# Of the edge bins of a span when two of them become one complex bin, and back: such a bin counts
+# twice in the energy. Python floats of float32's values, as every library takes those.
 _DOWN, _UP = float(np.float32(0.70710678)), float(np.float32(1.41421356))
 
 
@@ -84,6 +83,7 @@ def _circle(count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64
     By halving angles and multiplying: sums, products, quotients and square roots are the same on
     all machines, which sines are not.
     """
+    # Two steps to begin with: to halve a half turn would be to divide zero by zero.
     steps = [(-1.0, 0.0), (0.0, 1.0)]  # cosine and sine of a half turn, a quarter, an eighth, ...
     while len(steps) < count.bit_length() - 1:
         cosine, sine = steps[-1]
@@ -156,7 +156,7 @@ def forward_fourier(blocks: Floats, span: int | None = None) -> Floats:
     Over sqrt(block); or those of spans of the row, each over sqrt(span).
     """
     core = _native.core()
-    if core is None:
+    if core is None:  # the same bits, several times slower
         return forward_twin(blocks, span)
     rows, block = blocks.shape
     span = span or block
@@ -214,7 +214,8 @@ def inverse_twin(bins: Floats, block: int, span: int | None = None) -> Floats:
             (p + r) - (cosines * up - sines * right),
             (q - s) + (cosines * right + sines * up),
         )
-        # Real and imaginary parts change places before and after: the sign turns around.
+        # Real and imaginary parts change places before and after, which makes an inverse transform
+        # of a forward one.
         im, re = _transform((joined[1], joined[0]), block)
         out[:, 0::2] = re * scale
         out[:, 1::2] = im * scale
@@ -239,16 +240,6 @@ def _transform(z: Parts, block: int) -> Parts:
     return z
 
 
-def _plus(x: Parts, y: Parts) -> Parts:
-    """Sum."""
-    return x[0] + y[0], x[1] + y[1]
-
-
-def _minus(x: Parts, y: Parts) -> Parts:
-    """Difference."""
-    return x[0] - y[0], x[1] - y[1]
-
-
 def _times(x: Parts, y: Parts) -> Parts:
     """Product, no two roundings in one."""
     return x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]
@@ -261,7 +252,8 @@ def _butterfly(z: list[Parts]) -> list[Parts]:
     even, odd = _butterfly(z[0::2]), _butterfly(z[1::2])
     odd = [_turn(x, k, len(z)) for k, x in enumerate(odd)]
     pairs = list(zip(even, odd, strict=True))
-    return [_plus(*pair) for pair in pairs] + [_minus(*pair) for pair in pairs]
+    sums = [(a[0] + b[0], a[1] + b[1]) for a, b in pairs]
+    return sums + [(a[0] - b[0], a[1] - b[1]) for a, b in pairs]
 
 
 def _turn(x: Parts, k: int, n: int) -> Parts:
@@ -281,8 +273,8 @@ class Transform(NamedTuple):
     """`forward` may return its argument, `inverse` may overwrite it."""
 
     parts: Literal[1, 2]
-    forward: Callable[[Floats], Floats]
-    inverse: Callable[[Floats, int], Floats]
+    forward: Callable[[Array], Array]
+    inverse: Callable[[Array, int], Array]
 
 
 def _dct(blocks: Floats) -> Floats:
@@ -295,25 +287,21 @@ def _idct(coefficients: Floats, block: int) -> Floats:
     )
 
 
-def hadamard(blocks: Floats) -> Floats:
+def hadamard(blocks: Array) -> Array:
     """Walsh-Hadamard transform of each row, divided by sqrt(b); its own inverse."""
-    out = np.array(blocks, np.float32)
-    core = _native.core()
-    if core is not None:
+    if isinstance(blocks, np.ndarray) and (core := _native.core()) is not None:
+        out = np.array(blocks, np.float32)
         core.hadamard(out, out.shape[1])
         return out
-    rows, block = out.shape
-    half = 1
-    with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
+    xp, (rows, block) = namespace(blocks), blocks.shape
+    half, out = 1, blocks
+    with arrays.full_fp32_matmul(blocks):  # NaN and overflow travel on without a word, as in C++
         while half < block:
-            pairs = out.reshape(rows, block // (2 * half), 2, half)
-            pairs[:, :, 0], pairs[:, :, 1] = (
-                pairs[:, :, 0] + pairs[:, :, 1],
-                pairs[:, :, 0] - pairs[:, :, 1],
-            )
+            pairs = xp.reshape(out, (rows, block // (2 * half), 2, half))
+            left, right = pairs[:, :, 0], pairs[:, :, 1]
+            out = xp.stack([left + right, left - right], axis=2)
             half *= 2
-        out *= np.float32(block**-0.5)
-    return out
+        return xp.reshape(out, (rows, block)) * float(np.float32(block**-0.5))
 
 
 TRANSFORMS = {
@@ -330,26 +318,30 @@ def transform(name: str, span: int | None = None) -> Transform:
     if span is None:
         return TRANSFORMS[name]
 
-    def forward(blocks: Floats) -> Floats:
-        block = blocks.shape[1]
+    def forward(blocks: Array) -> Array:
+        block = int(blocks.shape[1])
         if block <= span:
-            return rfft(blocks)  # type: ignore[no-any-return]
-        if fits(span):
+            return rfft(blocks)
+        # The extension joins the spans of a block while they are in the cache; the bits are the
+        # same.
+        if isinstance(blocks, np.ndarray) and fits(span):
             return forward_fourier(blocks, span)
-        return join_spans(rfft(blocks.reshape(-1, span)), block)  # type: ignore[no-any-return]
+        return join_spans(rfft(namespace(blocks).reshape(blocks, (-1, span))), block)
 
-    def inverse(bins: Floats, block: int) -> Floats:
+    def inverse(bins: Array, block: int) -> Array:
         if block <= span:
-            return irfft(bins, block)  # type: ignore[no-any-return]
-        if fits(span):
+            return irfft(bins, block)
+        if isinstance(bins, np.ndarray) and fits(span):
             return inverse_fourier(bins, block, span)
-        return irfft(part_spans(bins, span), span).reshape(-1, block)  # type: ignore[no-any-return]
+        return namespace(bins).reshape(irfft(part_spans(bins, span), span), (-1, block))
 
     return Transform(2, forward, inverse)
 
 
 def energy(coefficients: Floats, block: int, parts: int) -> float:
     """Squared norm of the blocks that have these coefficients, summed in float64."""
+    # Inner bins stand for a conjugate pair; the edge bins have none, and are counted once too
+    # often.
     squares = coefficients.astype(np.float64) ** 2
     total = squares.sum()
     if parts == 2:
@@ -360,5 +352,5 @@ def energy(coefficients: Floats, block: int, parts: int) -> float:
 
 
 def fast_length(n: int) -> int:
-    """The smallest length >= n with no prime factor above 5: quick in every FFT library."""
+    """The smallest length >= n with no prime factor above 5: fast in every FFT library."""
     return int(scipy.fft.next_fast_len(n, real=True)) if n else 0

@@ -1,12 +1,8 @@
 """Orthonormal transforms of blocks, of any array library: what spectrum.py is for NumPy.
 
-"fft"       the library's own; of a block, or of spans of it, see fourier.py
-"dct"       DCT-II through a real FFT of the elements in another order (Makhoul 1980)
-"hadamard"  additions only, in the order of spectrum.py, so with its bits
-"identity"  none
-and a DCT over some axes of a tensor, as products with small matrices.
-
-NumPy's FFT is spectrum.py's, so that what NumPy computes here has the bits of the codec on a host.
+"fft" and "hadamard" are spectrum.py's, so that what NumPy computes here has the bits of the codec
+on a host; "dct" goes through a real FFT of the elements in another order (Makhoul 1980), as most
+libraries have no DCT. A DCT over axes of a tensor is products with small matrices.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ class Transform:
 
     def __init__(self, name: str, block: int, span: int | None = None) -> None:
         self.name, self.block = name, block
-        self._span = spectrum.span_length(span, block)
+        self._fft = spectrum.transform("fft", span)
         self._tables = _dct_tables(block) if name == "dct" else {}
 
     def forward(self, blocks: Array) -> Array:
@@ -38,27 +34,18 @@ class Transform:
         May be its argument. Complex bins are pairs; imaginary parts of edge bins may be anything.
         """
         if self.name == "fft":
-            if self._span == self.block:
-                return spectrum.rfft(blocks)
-            xp = namespace(blocks)
-            return spectrum.join_spans(
-                spectrum.rfft(xp.reshape(blocks, (-1, self._span))), self.block
-            )
+            return self._fft.forward(blocks)
         if self.name == "dct":
             return self._dct(blocks)
-        return _hadamard(blocks) if self.name == "hadamard" else blocks
+        return spectrum.hadamard(blocks) if self.name == "hadamard" else blocks
 
     def inverse(self, coefficients: Array) -> Array:
         """[rows, block] float32 of their coefficients; may be its argument, and overwrite it."""
         if self.name == "fft":
-            if self._span == self.block:
-                return spectrum.irfft(coefficients, self.block)
-            xp = namespace(coefficients)
-            values = spectrum.irfft(spectrum.part_spans(coefficients, self._span), self._span)
-            return xp.reshape(values, (-1, self.block))
+            return self._fft.inverse(coefficients, self.block)
         if self.name == "dct":
             return self._idct(coefficients)
-        return _hadamard(coefficients) if self.name == "hadamard" else coefficients
+        return spectrum.hadamard(coefficients) if self.name == "hadamard" else coefficients
 
     def _dct(self, blocks: Array) -> Array:
         xp = namespace(blocks)
@@ -92,13 +79,13 @@ class OverAxes:
         xp = namespace(values)
         out = xp.reshape(values, (values.shape[0], *self.shape))
         for axis, matrix in zip(self.axes, self._matrices[back], strict=True):
+            # The axis last, so that a product of two matrices transforms it; then back in its
+            # place.
             order = [at for at in range(len(self.shape) + 1) if at != axis + 1] + [axis + 1]
-            matrix_transpose = xp.permute_dims(out, tuple(order))
-            rows = xp.reshape(matrix_transpose, (-1, self.shape[axis])) @ matrix.on(values)
-            matrix_transpose = xp.reshape(rows, tuple(matrix_transpose.shape))
-            out = xp.permute_dims(
-                matrix_transpose, tuple(order.index(at) for at in range(len(order)))
-            )
+            moved = xp.permute_dims(out, tuple(order))
+            rows = xp.reshape(moved, (-1, self.shape[axis])) @ matrix.on(values)
+            moved = xp.reshape(rows, tuple(moved.shape))
+            out = xp.permute_dims(moved, tuple(order.index(at) for at in range(len(order))))
         return xp.reshape(out, tuple(values.shape))
 
 
@@ -146,15 +133,3 @@ def _dct_tables(block: int) -> dict[str, Constant]:
         "next": 2 * bins + 1,
     }
     return {name: Constant(table) for name, table in tables.items()}
-
-
-def _hadamard(values: Array) -> Array:
-    xp = namespace(values)
-    rows, block = values.shape
-    half, out = 1, values
-    while half < block:
-        pairs = xp.reshape(out, (rows, block // (2 * half), 2, half))
-        left, right = pairs[:, :, 0], pairs[:, :, 1]
-        out = xp.stack([left + right, left - right], axis=2)
-        half *= 2
-    return xp.reshape(out, (rows, block)) * float(np.float32(block**-0.5))

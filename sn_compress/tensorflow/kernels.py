@@ -1,4 +1,4 @@
-"""The FFT codec as two compiled operations of the graph, on the CPU: csrc/compress/graph_door.cpp.
+"""The FFT codec as two compiled CPU operations of a graph: csrc/compress/graph_bindings.cpp.
 
 Where there is no GPU, a gradient lies where the extension can reach it: one node encodes it, one
 decodes the mean, with the bytes and bits of FFTCodec. The codec's array code (`batched.py`) makes

@@ -122,10 +122,10 @@ def test_the_extension_takes_sizes_beyond_32_bits(core, frugal, parts, positions
     assert layout.bins == bins
     words = np.zeros((0, layout.words), np.uint32)
     floats = np.zeros((0, layout.bins * parts), np.float32)
-    assert core.decode_records(words, floats, *record.numbers(layout), 1.0) == -1
+    assert core.decode_records(words, floats, record.numbers(layout), 1.0) == -1
     one = np.zeros(64, np.uint32)
     with pytest.raises(ValueError, match="do not match"):
-        core.decode_records(one, one.view(np.float32), *record.numbers(layout), 1.0)
+        core.decode_records(one, one.view(np.float32), record.numbers(layout), 1.0)
 
 
 def test_the_header_takes_every_legal_n():

@@ -47,7 +47,7 @@ def encode_both(core, layout, coefficients, memory, decay=1.0, top=None):
         words = np.full((len(left), layout.words), 0xFFFFFFFF, np.uint32)  # poison: NaN, all ones
         if fast:
             end = -1 if top is None else top
-            tally = core.encode_records(left, kept, words, *numbers(layout), decay, end)
+            tally = core.encode_records(left, kept, words, numbers(layout), decay, end)
         else:
             tally = encode_twin(left, kept, words, layout, decay, top)
         runs.append((words, left, kept, tally))
@@ -69,7 +69,7 @@ def decode_both(core, layout, words, accum, weight=1.0):
         decode_twin(words, slow, layout, weight)
     except PayloadError:
         slow = None
-    bad = core.decode_records(words, fast, *numbers(layout), weight)
+    bad = core.decode_records(words, fast, numbers(layout), weight)
     assert (bad >= 0) == (slow is None)
     if slow is not None:
         np.testing.assert_array_equal(fast, slow)

@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sn_compress.codecs import registry
+from sn_compress.codecs import frame, registry
 from sn_compress.codecs.base import HEADER_BYTES, Codec, Floats, Payload, as_vector, saved_item
 from sn_compress.codecs.fft import MOST_BINS, FFTCodec
-from sn_compress.codecs.frame import through_host
 from sn_compress.errors import CompressError, PayloadError
 from sn_compress.ops.products import cut
 from sn_compress.ops.spectrum import fast_length
@@ -53,8 +52,7 @@ class AutoState:
     age: int
 
 
-@through_host
-class AutoCodec(Codec):
+class AutoCodec(frame.HostCodec):
     """Whatever fits `ratio` and loses least on this tensor.
 
     Parameters
@@ -197,14 +195,11 @@ class AutoCodec(Codec):
         state = registry.load(codecs[choice], inner)
         return self.new_state(n) if state is None else AutoState(choice, state, age)
 
-    def encode(
-        self, values: npt.ArrayLike, *, state: AutoState | None = None, decay: float = 1.0
-    ) -> Payload:
+    def _encode(self, array: Floats, state: AutoState | None, decay: float) -> Payload:
         """Encode [n] float32, float16 or bfloat16; see Codec.encode.
 
         Chooses when the state is new or `every` encodings old; without a state, each time.
         """
-        array = as_vector(values)
         n = array.size
         buffer = np.zeros(self.payload_bytes(n), np.uint8)
         known = state if state is not None else self.new_state(n)
@@ -241,7 +236,7 @@ class AutoCodec(Codec):
             error=inner.error if inner else 0.0,
         )
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+    def _decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32, also where ranks chose differently."""
         if not payloads:
             raise CompressError("decode_mean needs at least one payload; got none")

@@ -18,8 +18,7 @@ import numpy.typing as npt
 import scipy.fft
 
 from sn_compress.codecs import frame
-from sn_compress.codecs.base import Codec, Floats, Payload
-from sn_compress.codecs.frame import through_host
+from sn_compress.codecs.base import Floats, Payload
 from sn_compress.errors import CompressError
 from sn_compress.ops import indexed
 
@@ -27,8 +26,7 @@ _SETTINGS = struct.Struct("<IHH")
 _ENTRY = 12  # bytes: int64 index, float32 value
 
 
-@through_host
-class DeMoCodec(Codec):
+class DeMoCodec(frame.HostCodec):
     """The largest coefficients of each chunk's orthonormal DCT-II.
 
     Parameters
@@ -115,15 +113,13 @@ class DeMoCodec(Codec):
         """The memory that stands for a vector; inverse of state_to_values."""
         return [frame.as_floats(values).copy()]
 
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         """Encode [n] float32, float16 or bfloat16; see Codec.encode.
 
         A vector with NaN or Inf, or whose transform overflows, decodes to NaN everywhere and
         leaves the memory as it was.
         """
-        array = frame.add_memory(frame.as_floats(values), state, decay * self.decay)
+        array = frame.add_memory(array, state, decay * self.decay)
         n = array.size
         spectrum = self._forward(array)
         inside, positions = indexed.select(spectrum, self.runs(n))
@@ -136,7 +132,7 @@ class DeMoCodec(Codec):
         else:
             sent, decoded = np.full_like(sent, np.nan), np.full(n, np.nan, np.float32)
         parts = [inside.astype("<i8"), sent.astype("<f4")]
-        return frame.seal(self, n, self.settings, parts, frame.losses(array, decoded))
+        return frame.seal(self, n, parts, frame.losses(array, decoded))
 
     def _forward(self, array: Floats) -> Floats:
         """[n] values -> [n] coefficients, chunk after chunk."""
@@ -163,9 +159,9 @@ class DeMoCodec(Codec):
             values = scipy.fft.idctn(tiles, axes=(2, 3), norm="ortho")
         return np.asarray(values, np.float32).swapaxes(1, 2).reshape(-1)
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+    def _decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the vectors, [n] float32: coefficients are added, one inverse transform."""
-        n = frame.check_payloads(self, self.settings, payloads)
+        n = frame.check_payloads(self, payloads)
         cut = self.runs(n)
         k = indexed.total(cut)
         spectrum = np.zeros(n, np.float32)

@@ -14,15 +14,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from sn_compress.codecs import frame
-from sn_compress.codecs.base import Codec, Floats, Payload
-from sn_compress.codecs.frame import through_host
+from sn_compress.codecs.base import Floats, Payload
 from sn_compress.codecs.topk import dropped_q32, kept
 from sn_compress.errors import CompressError
 from sn_compress.ops import indexed
@@ -42,8 +40,7 @@ def warmup_theta(step: int, *, theta: float, phase: int) -> float:
     return min(theta, 1 - 0.25 ** (step // phase + 1))
 
 
-@through_host
-class DGCCodec(Codec):
+class DGCCodec(frame.HostCodec):
     """The largest of the accumulated velocity, as float32 values with indices.
 
     Parameters
@@ -136,14 +133,12 @@ class DGCCodec(Codec):
         velocity = frame.as_floats(values).copy()
         return [np.zeros_like(velocity), velocity]
 
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         """Encode [n] float32, float16 or bfloat16; see Codec.encode.
 
         A vector with NaN or Inf decodes to NaN everywhere and leaves u and v as they were.
         """
-        array = self._clipped(frame.as_floats(values))
+        array = self._clipped(array)
         n = array.size
         with np.errstate(all="ignore"):
             u = array if state is None else state[0] * np.float32(self.momentum) + array
@@ -159,7 +154,7 @@ class DGCCodec(Codec):
                 state[0][positions] = 0
                 state[1][positions] = 0
         parts = [sent.astype("<f4"), indexed.write_indices(inside, self._index_bits)]
-        return frame.seal(self, n, self.settings, parts, frame.losses(v, decoded))
+        return frame.seal(self, n, parts, frame.losses(v, decoded))
 
     def _clipped(self, array: Floats) -> Floats:
         if self.clip is None:
@@ -170,11 +165,6 @@ class DGCCodec(Codec):
             if norm > self.clip:
                 return np.asarray(exact * (self.clip / norm), np.float32)
         return array
-
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32: a step for an optimizer without momentum."""
-        n = frame.check_payloads(self, self.settings, payloads)
-        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
     def _decode(self, payload: Payload) -> Floats:
         cut = self.runs(payload.n)

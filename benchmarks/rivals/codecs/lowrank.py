@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sn_compress.codecs import frame
 from sn_compress.codecs.base import (
     HEADER_BYTES,
     Bytes,
-    Codec,
     Floats,
     Payload,
     as_vector,
@@ -33,7 +33,6 @@ from sn_compress.codecs.base import (
     saved_item,
 )
 from sn_compress.codecs.fft import FFTCodec
-from sn_compress.codecs.frame import through_host
 from sn_compress.errors import CompressError, PayloadError
 from sn_compress.ops.products import cut, directions, first_factor
 from sn_compress.ops.quantize import NON_FINITE, Layout, Values, check_format
@@ -50,8 +49,7 @@ class LowRankState:
     start: Floats  # [columns, rank]
 
 
-@through_host
-class LowRankCodec(Codec):
+class LowRankCodec(frame.HostCodec):
     """Rank-`rank` approximation with quantised factors.
 
     Parameters
@@ -173,14 +171,12 @@ class LowRankCodec(Codec):
         decode_records(records, columns, layout, 1.0)
         return columns.T
 
-    def encode(
-        self, values: npt.ArrayLike, *, state: LowRankState | None = None, decay: float = 1.0
-    ) -> Payload:
+    def _encode(self, array: Floats, state: LowRankState | None, decay: float) -> Payload:
         """Encode [n] float32, float16 or bfloat16; see Codec.encode.
 
         NaN or Inf anywhere makes the whole vector NaN on every rank, and leaves the state alone.
         """
-        vector = as_vector(values).astype(np.float32)
+        vector = array.copy()
         buffer = np.zeros(self.payload_bytes(vector.size), np.uint8)
         known = state or self.new_state(vector.size)
         with np.errstate(all="ignore"):  # overflow ends as a vector that is not finite
@@ -236,7 +232,7 @@ class LowRankCodec(Codec):
         if self.rest:
             body[:] = self.rest.encode(np.full(self._n, np.nan, np.float32)).body
 
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
+    def _decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         """The mean of the products, [n] float32; raises PayloadError for foreign payloads."""
         if not payloads:
             raise CompressError("decode_mean needs at least one payload; got none")

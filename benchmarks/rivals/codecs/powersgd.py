@@ -21,8 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sn_compress.codecs import frame
-from sn_compress.codecs.base import Codec, Floats, Payload
-from sn_compress.codecs.frame import through_host
+from sn_compress.codecs.base import Floats, Payload
 from sn_compress.errors import CompressError
 from sn_compress.ops import codes
 from sn_compress.ops.products import directions
@@ -31,8 +30,7 @@ _SETTINGS = struct.Struct("<HIH")
 Matrix = npt.NDArray[np.float32]
 
 
-@through_host
-class PowerSGDCodec(Codec):
+class PowerSGDCodec(frame.HostCodec):
     """Factors P (rows x rank, orthonormal) and Q (columns x rank) in float32.
 
     Parameters
@@ -102,7 +100,7 @@ class PowerSGDCodec(Codec):
 
     def _first_q(self) -> Matrix:
         cols = self.shape[1] if self.shape else 0
-        return codes.normal_matrix(self.seed, cols, self._rank)
+        return normal_matrix(self.seed, cols, self._rank)
 
     def state_to_values(self, state: frame.State, n: int) -> Floats:
         """The memory as the vector it stands for, [n] float32."""
@@ -112,18 +110,16 @@ class PowerSGDCodec(Codec):
         """The memory that stands for a vector, with the first Q."""
         return [frame.as_floats(values).copy(), self._first_q()]
 
-    def encode(
-        self, values: npt.ArrayLike, *, state: frame.State | None = None, decay: float = 1.0
-    ) -> Payload:
+    def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         """Encode [n] float32, float16 or bfloat16; see Codec.encode."""
-        array = frame.add_memory(frame.as_floats(values), state, decay)
+        array = frame.add_memory(array, state, decay)
         n = array.size
         self.payload_bytes(n)
         if not self._rank or self.shape is None:
             decoded = array if np.isfinite(array).all() else np.full(n, np.nan, np.float32)
             frame.remember(state, array, decoded)
             parts = [decoded.astype("<f4")]
-            return frame.seal(self, n, self.settings, parts, frame.losses(array, decoded))
+            return frame.seal(self, n, parts, frame.losses(array, decoded))
         q = self._first_q() if state is None else state[1]
         p, q = _factors(array.reshape(self.shape), q, self._first_q())
         decoded = _product(p, q)
@@ -135,12 +131,7 @@ class PowerSGDCodec(Codec):
         if not finite:
             p, decoded = np.full_like(p, np.nan), np.full(n, np.nan, np.float32)
         parts = [p.astype("<f4"), q.astype("<f4")]
-        return frame.seal(self, n, self.settings, parts, frame.losses(array, decoded))
-
-    def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the products, [n] float32."""
-        n = frame.check_payloads(self, self.settings, payloads)
-        return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
+        return frame.seal(self, n, parts, frame.losses(array, decoded))
 
     def _decode(self, payload: Payload) -> Floats:
         if not self._rank or self.shape is None:
@@ -154,6 +145,17 @@ class PowerSGDCodec(Codec):
         if not np.isfinite(values).all():
             return np.full(payload.n, np.nan, np.float32)
         return values
+
+
+def normal_matrix(seed: int, rows: int, cols: int) -> Matrix:
+    """[rows, cols] float32, standard normal; the same on every rank (Box-Muller)."""
+    count = (rows * cols + 1) // 2
+    words = codes.uniform_words(seed, 0, 2 * count).astype(np.float64)
+    # One more: of the word 0 there is no logarithm.
+    radius = np.sqrt(-2 * np.log((words[:count] + 1) * 2.0**-32))
+    angle = words[count:] * (2 * np.pi * 2.0**-32)
+    pairs = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    return pairs[: rows * cols].reshape(rows, cols).astype(np.float32)
 
 
 def powersgd_allreduce(
@@ -174,7 +176,7 @@ def powersgd_allreduce(
     q : [columns, rank] float32 for the next step
     """
     matrices = [frame.as_floats(vector).reshape(shape).astype(np.float64) for vector in vectors]
-    first = codes.normal_matrix(0, shape[1], min(rank, *shape))
+    first = normal_matrix(0, shape[1], min(rank, *shape))
     start = _alive(first if q is None else q, first).astype(np.float64)
     weight = 1 / len(matrices)
     # The first all-reduce.

@@ -1,8 +1,5 @@
-// Python's door to what the low-rank exchange computes on a host. Sizes are checked here; the
-// callers (ops/products.py, ops/orthonormal.py, ops/fixed_point.py) have
-// checked dtypes.
-#include <vector>
-
+// Bindings of what the low-rank exchange computes on a host. Sizes are checked here; the callers
+// (ops/products.py, ops/orthonormal.py, ops/fixed_point.py) have checked dtypes.
 #include "column_arguments.h"
 #include "orthonormal.h"
 #include "products.h"
@@ -19,11 +16,9 @@ struct Product {
 
   // writes : of matrix, left, right, which is the result: "m", "l" or "r"
   bool take(PyObject* args, char writes) {
-    PyObject *m, *l, *r;
-    if (!PyArg_ParseTuple(args, "OOOLLLLLii", &m, &l, &r, &rows, &columns, &directions, &first,
-                          &last, &option, &kernel) ||
-        !matrix.take(m, writes == 'm') || !left.take(l, writes == 'l') ||
-        !right.take(r, writes == 'r'))
+    const auto mode = [&](char which) { return which == writes ? Buffer::out : Buffer::in; };
+    if (!PyArg_ParseTuple(args, "O&O&O&LLLLLii", mode('m'), &matrix, mode('l'), &left, mode('r'),
+                          &right, &rows, &columns, &directions, &first, &last, &option, &kernel))
       return false;
     const long long end = writes == 'r' ? columns : rows;
     if (rows < 0 || columns < 0 || directions < 1 || first < 0 || first > last || last > end ||
@@ -40,56 +35,46 @@ PyObject* times_rows(PyObject*, PyObject* args) {
   Product p;
   if (!p.take(args, 'l')) return nullptr;
   const int64_t rows = p.last - p.first;
-  const bool done = unlocked([&] {
+  return run([&] {
     sn::times_rows({p.matrix.as<float>() + p.first * p.columns, rows, p.columns, p.columns},
                    {p.right.as<float>(), p.directions, p.columns, p.columns},
                    {p.left.as<float>() + p.first, p.directions, rows, p.rows}, p.kernel);
   });
-  if (!done) return nullptr;
-  Py_RETURN_NONE;
 }
 
 PyObject* times_columns(PyObject*, PyObject* args) {
   Product p;
   if (!p.take(args, 'r')) return nullptr;
   const int64_t columns = p.last - p.first;
-  const bool done = unlocked([&] {
+  return run([&] {
     sn::times_columns({p.matrix.as<float>() + p.first, p.rows, columns, p.columns},
                       {p.left.as<float>(), p.directions, p.rows, p.rows},
                       {p.right.as<float>() + p.first, p.directions, columns, p.columns},
                       p.kernel);
   });
-  if (!done) return nullptr;
-  Py_RETURN_NONE;
 }
 
 PyObject* outer(PyObject*, PyObject* args) {
   Product p;
   if (!p.take(args, 'm')) return nullptr;
   const int64_t rows = p.last - p.first;
-  const bool done = unlocked([&] {
+  return run([&] {
     sn::outer({p.left.as<float>() + p.first, p.directions, rows, p.rows},
               {p.right.as<float>(), p.directions, p.columns, p.columns},
               {p.matrix.as<float>() + p.first * p.columns, rows, p.columns, p.columns},
               p.option != 0, p.kernel);
   });
-  if (!done) return nullptr;
-  Py_RETURN_NONE;
 }
 
 PyObject* kernels(PyObject*, PyObject*) { return PyLong_FromLong(product_kernels()); }
 
 PyObject* remember(PyObject*, PyObject* args) {
-  PyObject *memory_arg, *gradient_arg, *out_arg;
-  double decay;
-  if (!PyArg_ParseTuple(args, "OOdO", &memory_arg, &gradient_arg, &decay, &out_arg))
-    return nullptr;
   Buffer memory, gradient, out;
-  if (!memory.take(memory_arg, false) || !gradient.take(gradient_arg, false) ||
-      !out.take(out_arg, true))
+  double decay, energy = 0;
+  if (!PyArg_ParseTuple(args, "O&O&dO&", Buffer::in, &memory, Buffer::in, &gradient, &decay,
+                        Buffer::out, &out))
     return nullptr;
   if (memory.bytes() != out.bytes() || gradient.bytes() != out.bytes()) return wrong("remember");
-  double energy = 0;
   const bool done = unlocked([&] {
     energy = sn::remember(memory.as<const float>(), gradient.as<const float>(),
                           static_cast<float>(decay), out.as<float>(), out.bytes() / 4);
@@ -98,14 +83,10 @@ PyObject* remember(PyObject*, PyObject* args) {
 }
 
 PyObject* orthonormal(PyObject*, PyObject* args) {
-  PyObject *sums_arg, *instead_arg, *shapes_arg, *out_arg;
-  int bits;
-  if (!PyArg_ParseTuple(args, "OOOiO", &sums_arg, &instead_arg, &shapes_arg, &bits, &out_arg))
-    return nullptr;
   Buffer sums, instead, shapes, out;
-  const bool some = instead_arg != Py_None;
-  if (!sums.take(sums_arg, false) || (some && !instead.take(instead_arg, false)) ||
-      !shapes.take(shapes_arg, false) || !out.take(out_arg, true))
+  int bits;
+  if (!PyArg_ParseTuple(args, "O&O&O&iO&", Buffer::in, &sums, Buffer::in_or_none, &instead,
+                        Buffer::in, &shapes, &bits, Buffer::out, &out))
     return nullptr;
   const auto* shape = shapes.as<const int64_t>();
   const Py_ssize_t matrices = shapes.bytes() / 16;
@@ -117,14 +98,14 @@ PyObject* orthonormal(PyObject*, PyObject* args) {
   }
   const bool wide = sums.bytes() == 8 * count;  // float64, else int32
   if (!legal || out.bytes() != 4 * count || (!wide && sums.bytes() != 4 * count) ||
-      (some && instead.bytes() != 4 * count))
+      (instead && instead.bytes() != 4 * count))
     return wrong("orthonormal");
-  const bool done = unlocked([&] {
+  return run([&] {
     Orthonormal made;
     int64_t at = 0;
     for (Py_ssize_t i = 0; i < matrices; ++i) {
       const int64_t rows = shape[2 * i], width = shape[2 * i + 1];
-      const float* other = some ? instead.as<const float>() + at : nullptr;
+      const float* other = instead ? instead.as<const float>() + at : nullptr;
       float* found = out.as<float>() + at;
       if (wide)
         made(sums.as<const double>() + at, other, rows, width, bits, found);
@@ -133,8 +114,6 @@ PyObject* orthonormal(PyObject*, PyObject* args) {
       at += rows * width;
     }
   });
-  if (!done) return nullptr;
-  Py_RETURN_NONE;
 }
 
 PyObject* all_finite(PyObject*, PyObject* argument) {
@@ -147,59 +126,39 @@ PyObject* all_finite(PyObject*, PyObject* argument) {
 }
 
 PyObject* pack_columns(PyObject*, PyObject* args) {
-  PyObject *values_arg, *sides_arg, *exponents_arg, *covered_arg, *units_arg, *words_arg, *own_arg;
+  Buffer values, words, own;
   ColumnArguments a;
   int count;
-  double limit;
-  if (!PyArg_ParseTuple(args, "OOOOOiidiOO", &values_arg, &sides_arg, &exponents_arg, &covered_arg,
-                        &units_arg, &a.lowest, &a.bits, &limit, &count, &words_arg, &own_arg))
-    return nullptr;
-  Buffer values, words, own;
-  if (!values.take(values_arg, false) || !words.take(words_arg, true) ||
-      !own.take(own_arg, true) || !a.take(sides_arg, exponents_arg, covered_arg, units_arg))
+  if (!PyArg_ParseTuple(args, "O&O&O&O&O&iidiO&O&", Buffer::in, &values, Buffer::in, &a.sides,
+                        Buffer::in, &a.exponents, Buffer::in, &a.covered, Buffer::in, &a.units,
+                        &a.lowest, &a.bits, &a.limit, &count, Buffer::out, &words, Buffer::out,
+                        &own) ||
+      !a.check())
     return nullptr;
   if (values.bytes() != 4 * a.count || own.bytes() != 4 * a.count ||
-      words.bytes() != 4 * (a.columns + a.words()) || limit < 0 || limit >= (1 << (a.bits - 1)))
+      words.bytes() != 4 * a.all_words())
     return wrong("pack_columns");
-  const bool done = unlocked([&] {
-    const auto pack = [&](auto digit) {
-      std::vector<decltype(digit)> digits(
-          static_cast<size_t>(a.words() * 4) / sizeof digit);
-      auto* heads = words.as<int32_t>();
-      to_digits(values.as<const float>(), a.sides.as<const int64_t>(),
-                a.exponents.as<const int32_t>(), a.columns, a.scales(),
-                static_cast<float>(limit), count, heads, digits.data(), own.as<float>());
-      join_digits(digits.data(), a.words(), heads + a.columns);
-    };
-    if (a.bits == 8)
-      pack(int8_t{});
-    else
-      pack(int16_t{});
+  return run([&] {
+    a.pack(values.as<const float>(), count, words.as<int32_t>(), own.as<float>());
   });
-  if (!done) return nullptr;
-  Py_RETURN_NONE;
 }
 
 PyObject* unpack_columns(PyObject*, PyObject* args) {
-  PyObject *words_arg, *sides_arg, *exponents_arg, *units_arg, *sums_arg, *each_arg;
-  ColumnArguments a;
-  if (!PyArg_ParseTuple(args, "OOOOiiOO", &words_arg, &sides_arg, &exponents_arg, &units_arg,
-                        &a.lowest, &a.bits, &sums_arg, &each_arg))
-    return nullptr;
   Buffer words, sums, each;
-  if (!words.take(words_arg, false) || !sums.take(sums_arg, true) ||
-      !each.take(each_arg, true) || !a.take(sides_arg, exponents_arg, units_arg, units_arg))
+  ColumnArguments a;
+  if (!PyArg_ParseTuple(args, "O&O&O&O&iiO&O&", Buffer::in, &words, Buffer::in, &a.sides,
+                        Buffer::in, &a.exponents, Buffer::in, &a.units, &a.lowest, &a.bits,
+                        Buffer::out, &sums, Buffer::out, &each) ||
+      !a.check())
     return nullptr;
   if (words.bytes() != 4 * a.words() || sums.bytes() != 4 * a.count ||
       each.bytes() != 4 * a.count)
     return wrong("unpack_columns");
-  const bool done = unlocked([&] {
+  return run([&] {
     split_digits(words.as<const int32_t>(), a.words(), a.bits, a.count, sums.as<int32_t>());
     spread_units(a.sides.as<const int64_t>(), a.exponents.as<const int32_t>(), a.columns,
                  a.scales(), each.as<float>());
   });
-  if (!done) return nullptr;
-  Py_RETURN_NONE;
 }
 
 }  // namespace

@@ -8,7 +8,7 @@
 //   SnCompressEncode   a gradient and its memory -> the payload, as FFTCodec.encode makes it, and
 //                      the next memory
 //   SnCompressDecode   the gathered payloads of all ranks -> the mean of one gradient
-#include "door.h"
+#include "bindings.h"
 
 #include <dlfcn.h>
 
@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int kFloat = 1, kDouble = 2, kInt32 = 3, kInvalidArgument = 3;  // TensorFlow's numbers
-constexpr int64_t kHeadWords = 8, kSaidWords = 6;  // of a header; of these all payloads have alike
+constexpr int64_t kHeadWords = 8, kFixedWords = 6;  // of a header; of these all payloads have the same
 constexpr const char* kAgain =
     "If it happens again, suspect memory or the network; do all ranks run the same version with "
     "the same settings?";
@@ -40,72 +40,54 @@ struct ShapeHandle;
 struct OpBuilder;
 struct KernelBuilder;
 
-// TensorFlow's functions, by their names there.
-struct Api {
-  Status* (*NewStatus)();
-  void (*DeleteStatus)(Status*);
-  int (*GetCode)(const Status*);
-  const char* (*Message)(const Status*);
-  void (*SetStatus)(Status*, int, const char*);
-  OpBuilder* (*NewOpDefinitionBuilder)(const char*);
-  void (*OpDefinitionBuilderAddAttr)(OpBuilder*, const char*);
-  void (*OpDefinitionBuilderAddInput)(OpBuilder*, const char*);
-  void (*OpDefinitionBuilderAddOutput)(OpBuilder*, const char*);
-  void (*OpDefinitionBuilderSetShapeInferenceFunction)(OpBuilder*,
-                                                       void (*)(ShapeContext*, Status*));
-  void (*RegisterOpDefinition)(OpBuilder*, Status*);
-  KernelBuilder* (*NewKernelBuilder)(const char*, const char*, void* (*)(Construction*),
-                                     void (*)(void*, Context*), void (*)(void*));
-  void (*RegisterKernelBuilder)(const char*, KernelBuilder*, Status*);
-  void (*OpKernelConstruction_GetAttrSize)(Construction*, const char*, int32_t*, int32_t*, Status*);
-  void (*OpKernelConstruction_GetAttrInt64List)(Construction*, const char*, int64_t*, int, Status*);
-  void (*OpKernelConstruction_GetAttrFloat)(Construction*, const char*, float*, Status*);
-  void (*OpKernelConstruction_Failure)(Construction*, Status*);
-  void (*OpKernelContext_Failure)(Context*, Status*);
-  void (*GetInput)(Context*, int, Tensor**, Status*);
-  Tensor* (*AllocateOutput)(Context*, int, int, const int64_t*, int, size_t, Status*);
-  void* (*TensorData)(const Tensor*);
-  size_t (*TensorByteSize)(const Tensor*);
-  void (*DeleteTensor)(Tensor*);
-  void (*ShapeInferenceContextSetUnknownShape)(ShapeContext*, Status*);
-};
+// TensorFlow's functions that are used: what each returns, its name there without TF_, what it takes.
+#define SN_TENSORFLOW(F)                                                                            \
+  F(Status*, NewStatus, ())                                                                         \
+  F(void, DeleteStatus, (Status*))                                                                  \
+  F(int, GetCode, (const Status*))                                                                  \
+  F(const char*, Message, (const Status*))                                                          \
+  F(void, SetStatus, (Status*, int, const char*))                                                   \
+  F(OpBuilder*, NewOpDefinitionBuilder, (const char*))                                              \
+  F(void, OpDefinitionBuilderAddAttr, (OpBuilder*, const char*))                                    \
+  F(void, OpDefinitionBuilderAddInput, (OpBuilder*, const char*))                                   \
+  F(void, OpDefinitionBuilderAddOutput, (OpBuilder*, const char*))                                  \
+  F(void, OpDefinitionBuilderSetShapeInferenceFunction,                                             \
+    (OpBuilder*, void (*)(ShapeContext*, Status*)))                                                 \
+  F(void, RegisterOpDefinition, (OpBuilder*, Status*))                                              \
+  F(KernelBuilder*, NewKernelBuilder,                                                               \
+    (const char*, const char*, void* (*)(Construction*), void (*)(void*, Context*),                 \
+     void (*)(void*)))                                                                              \
+  F(void, RegisterKernelBuilder, (const char*, KernelBuilder*, Status*))                            \
+  F(void, OpKernelConstruction_GetAttrSize,                                                         \
+    (Construction*, const char*, int32_t*, int32_t*, Status*))                                      \
+  F(void, OpKernelConstruction_GetAttrInt64List,                                                    \
+    (Construction*, const char*, int64_t*, int, Status*))                                           \
+  F(void, OpKernelConstruction_GetAttrFloat, (Construction*, const char*, float*, Status*))         \
+  F(void, OpKernelConstruction_Failure, (Construction*, Status*))                                   \
+  F(void, OpKernelContext_Failure, (Context*, Status*))                                             \
+  F(void, GetInput, (Context*, int, Tensor**, Status*))                                             \
+  F(Tensor*, AllocateOutput, (Context*, int, int, const int64_t*, int, size_t, Status*))            \
+  F(void*, TensorData, (const Tensor*))                                                             \
+  F(size_t, TensorByteSize, (const Tensor*))                                                        \
+  F(void, DeleteTensor, (Tensor*))                                                                  \
+  F(void, ShapeInferenceContextSetUnknownShape, (ShapeContext*, Status*))
 
+#define SN_POINTER(type, name, arguments) type(*name) arguments;
+struct Api {
+  SN_TENSORFLOW(SN_POINTER)
+};
 Api api;
 
 // Looks all of them up in the library; the name of the first that is missing, or null.
 const char* find_all(void* library) {
   const char* missing = nullptr;
   const auto find = [&](const char* name, auto& function) {
-    void* found = dlsym(library, name);
-    if (!found && !missing) missing = name;
-    std::memcpy(&function, &found, sizeof(found));
+    void* symbol = dlsym(library, name);
+    if (!symbol && !missing) missing = name;
+    std::memcpy(&function, &symbol, sizeof(symbol));
   };
-#define SN_FIND(name) find("TF_" #name, api.name)
-  SN_FIND(NewStatus);
-  SN_FIND(DeleteStatus);
-  SN_FIND(GetCode);
-  SN_FIND(Message);
-  SN_FIND(SetStatus);
-  SN_FIND(NewOpDefinitionBuilder);
-  SN_FIND(OpDefinitionBuilderAddAttr);
-  SN_FIND(OpDefinitionBuilderAddInput);
-  SN_FIND(OpDefinitionBuilderAddOutput);
-  SN_FIND(OpDefinitionBuilderSetShapeInferenceFunction);
-  SN_FIND(RegisterOpDefinition);
-  SN_FIND(NewKernelBuilder);
-  SN_FIND(RegisterKernelBuilder);
-  SN_FIND(OpKernelConstruction_GetAttrSize);
-  SN_FIND(OpKernelConstruction_GetAttrInt64List);
-  SN_FIND(OpKernelConstruction_GetAttrFloat);
-  SN_FIND(OpKernelConstruction_Failure);
-  SN_FIND(OpKernelContext_Failure);
-  SN_FIND(GetInput);
-  SN_FIND(AllocateOutput);
-  SN_FIND(TensorData);
-  SN_FIND(TensorByteSize);
-  SN_FIND(DeleteTensor);
-  SN_FIND(ShapeInferenceContextSetUnknownShape);
-#undef SN_FIND
+#define SN_FIND(type, name, arguments) find("TF_" #name, api.name);
+  SN_TENSORFLOW(SN_FIND)
   return missing;
 }
 
@@ -186,30 +168,30 @@ struct Settings {
   float decay = 1;
 };
 
-std::vector<int64_t> numbers(Construction* made, const char* name, Status* status) {
+std::vector<int64_t> numbers(Construction* construction, const char* name, Status* status) {
   int32_t count = 0, unused = 0;
-  api.OpKernelConstruction_GetAttrSize(made, name, &count, &unused, status);
-  std::vector<int64_t> found(static_cast<size_t>(count > 0 ? count : 0));
+  api.OpKernelConstruction_GetAttrSize(construction, name, &count, &unused, status);
+  std::vector<int64_t> values(static_cast<size_t>(count > 0 ? count : 0));
   if (api.GetCode(status) == 0)
-    api.OpKernelConstruction_GetAttrInt64List(made, name, found.data(),
-                                              static_cast<int>(found.size()), status);
-  return found;
+    api.OpKernelConstruction_GetAttrInt64List(construction, name, values.data(),
+                                              static_cast<int>(values.size()), status);
+  return values;
 }
 
 // Null, and the failure told, if an attribute is missing.
-void* create(Construction* made) {
+void* create(Construction* construction) {
   const Outcome outcome;
   auto settings = std::make_unique<Settings>();
-  const std::vector<int64_t> layouts = numbers(made, "layouts", outcome);
-  const std::vector<int64_t> header = outcome.ok() ? numbers(made, "header", outcome) : layouts;
-  const std::vector<int64_t> sizes = outcome.ok() ? numbers(made, "sizes", outcome) : layouts;
+  const std::vector<int64_t> layouts = numbers(construction, "layouts", outcome);
+  const std::vector<int64_t> header = outcome.ok() ? numbers(construction, "header", outcome) : layouts;
+  const std::vector<int64_t> sizes = outcome.ok() ? numbers(construction, "sizes", outcome) : layouts;
   if (outcome.ok())
-    api.OpKernelConstruction_GetAttrFloat(made, "decay", &settings->decay, outcome);
+    api.OpKernelConstruction_GetAttrFloat(construction, "decay", &settings->decay, outcome);
   if (outcome.ok() && (layouts.size() % kNumbers || header.size() != kHeadWords ||
                        sizes.size() != 6))
     api.SetStatus(outcome, kInvalidArgument, "attributes of another version of sn_compress");
   if (!outcome.ok()) {
-    api.OpKernelConstruction_Failure(made, outcome);
+    api.OpKernelConstruction_Failure(construction, outcome);
     return nullptr;
   }
   for (size_t i = 0; i < layouts.size(); i += kNumbers) {
@@ -275,7 +257,7 @@ void encode(void* set, Context* context) {
     error += tally.error;
     saturated += static_cast<double>(tally.saturated);
   }
-  out[kSaidWords] = saturated < 4294967295.0 ? static_cast<uint32_t>(saturated) : 0xFFFFFFFFu;
+  out[kFixedWords] = saturated < 4294967295.0 ? static_cast<uint32_t>(saturated) : 0xFFFFFFFFu;
   out[kHeadWords - 1] = sn::crc32(out, static_cast<size_t>(settings.words) * 4);
   auto* const tallies = told.as<double>();
   tallies[0] = energy;
@@ -285,17 +267,18 @@ void encode(void* set, Context* context) {
 
 // What is wrong with a payload, or "".
 std::string damage(const uint32_t* payload, const Settings& settings) {
-  if (std::memcmp(payload, settings.header.data(), kSaidWords * 4) != 0)
+  if (std::memcmp(payload, settings.header.data(), kFixedWords * 4) != 0)
     return "its header is another than expected";
-  const uint32_t said = payload[kHeadWords - 1], zero = 0;
-  uint32_t found = sn::crc32(payload, 4 * (kHeadWords - 1));
-  found = sn::crc32_on(found, &zero, 4);
-  found = sn::crc32_on(found, payload + kHeadWords,
-                       static_cast<size_t>(settings.words - kHeadWords) * 4);
-  if (found == said) return "";
+  // The checksum's own word counts as zero.
+  const uint32_t expected = payload[kHeadWords - 1], zero = 0;
+  uint32_t checksum = sn::crc32(payload, 4 * (kHeadWords - 1));
+  checksum = sn::crc32_on(checksum, &zero, 4);
+  checksum = sn::crc32_on(checksum, payload + kHeadWords,
+                          static_cast<size_t>(settings.words - kHeadWords) * 4);
+  if (checksum == expected) return "";
   char text[100];
   std::snprintf(text, sizeof(text), "checksum is 0x%08x, header says 0x%08x: damaged on the way",
-                found, said);
+                checksum, expected);
   return text;
 }
 

@@ -1,5 +1,5 @@
-// Python's door to what a low-rank step computes between its rounds, on one thread of a host: see
-// allreduce/methods/low_rank.py. It calls what the doors of single functions call, in the same
+// Bindings of what a low-rank step computes between its rounds, on one thread of a host: see
+// allreduce/methods/low_rank.py. They call what the bindings of single functions call, in the same
 // order, so the bits are the same.
 #include <algorithm>
 #include <cmath>
@@ -14,6 +14,7 @@
 namespace sn {
 namespace {
 
+constexpr auto in = Buffer::in, out = Buffer::out;
 constexpr int64_t kPrime = (1 << 20) - 3;  // see ops/fixed_point.py
 constexpr int64_t kChunk = 1 << 18;        // elements whose squares are summed by themselves
 constexpr int64_t kCount = 1 << 20;        // in a column's word, above the exponents' sum
@@ -44,8 +45,8 @@ struct Tensors {
   Buffer shapes;
   int64_t count = 0, elements = 0, left = 0, right = 0;
 
-  bool take(PyObject* shapes_arg) {
-    if (!shapes.take(shapes_arg, false)) return false;
+  // Whether the shapes, once they are taken, are legal; if not, an exception is set.
+  bool check() {
     count = shapes.bytes() / 24;
     bool legal = count > 0 && shapes.bytes() == 24 * count;
     for (int64_t i = 0; legal && i < count; ++i) {
@@ -81,37 +82,26 @@ struct Tensors {
 
 // The columns of one side, their tables and how they become digits.
 struct Side : ColumnArguments {
-  double limit = 0;
-
-  // (sides, covered, units, lowest, bits, limit) of a tuple; `units` of a mean are others
-  bool take(PyObject* tuple, PyObject* exponents_arg, int64_t expected) {
-    PyObject *sides_arg, *covered_arg, *units_arg;
-    if (!PyArg_ParseTuple(tuple, "OOOiid", &sides_arg, &covered_arg, &units_arg, &lowest, &bits,
-                          &limit) ||
-        !ColumnArguments::take(sides_arg, exponents_arg, covered_arg, units_arg))
-      return false;
-    if (count == expected && limit >= 0 && limit < (1 << (bits - 1))) return true;
+  // A converter for "O&": (sides, covered, units, lowest, bits, limit); `units` of a mean are others
+  static int parse(PyObject* tuple, void* to) {
+    auto& side = *static_cast<Side*>(to);
+    return PyTuple_Check(tuple)
+               ? PyArg_ParseTuple(tuple, "O&O&O&iid", in, &side.sides, in, &side.covered, in,
+                                  &side.units, &side.lowest, &side.bits, &side.limit)
+               : PyErr_BadArgument();
+  }
+  bool check(int64_t expected) {
+    if (!ColumnArguments::check()) return false;
+    if (count == expected) return true;
     wrong("side");
     return false;
-  }
-  int64_t all_words() const { return columns + words(); }
-
-  template <typename Digit>
-  void pack(const float* values, int32_t* heads, float* own) const {
-    std::vector<Digit> digits(static_cast<size_t>(words() * 4) / sizeof(Digit));
-    to_digits(values, sides.as<const int64_t>(), exponents.as<const int32_t>(), columns, scales(),
-              static_cast<float>(limit), static_cast<int32_t>(kCount), heads, digits.data(), own);
-    join_digits(digits.data(), words(), heads + columns);
   }
 
   // A round's words; of zeros if any value is not finite, which it returns.
   bool seal(std::vector<float>& values, int32_t* to, float* own) const {
     const bool finite = all_finite(values.data(), static_cast<int64_t>(values.size()));
     if (!finite) std::fill(values.begin(), values.end(), 0.0f);
-    if (bits == 8)
-      pack<int8_t>(values.data(), to, own);
-    else
-      pack<int16_t>(values.data(), to, own);
+    pack(values.data(), static_cast<int32_t>(kCount), to, own);
     return finite;
   }
 
@@ -141,21 +131,19 @@ PyObject* checksum_of_words(PyObject*, PyObject* words_arg) {
 }
 
 PyObject* low_rank_first(PyObject*, PyObject* args) {
-  PyObject *shapes_arg, *memories_arg, *gradients_arg, *outs_arg, *basis_arg, *left_arg,
-      *exponents_arg, *words_arg;
-  double decay;
-  int kernel;
-  if (!PyArg_ParseTuple(args, "OOOOdOOOiO", &shapes_arg, &memories_arg, &gradients_arg, &outs_arg,
-                        &decay, &basis_arg, &left_arg, &exponents_arg, &kernel, &words_arg))
-    return nullptr;
+  PyObject *memories_arg, *gradients_arg, *outs_arg;
   Tensors tensors;
   std::unique_ptr<Buffer[]> memories, gradients, outs;
   Buffer basis, words;
   Side left;
-  if (!tensors.take(shapes_arg) || !tensors.take_each(memories_arg, false, memories) ||
+  double decay;
+  int kernel;
+  if (!PyArg_ParseTuple(args, "O&OOOdO&O&O&iO&", in, &tensors.shapes, &memories_arg,
+                        &gradients_arg, &outs_arg, &decay, in, &basis, Side::parse, &left, in,
+                        &left.exponents, &kernel, out, &words) ||
+      !tensors.check() || !tensors.take_each(memories_arg, false, memories) ||
       !tensors.take_each(gradients_arg, false, gradients) ||
-      !tensors.take_each(outs_arg, true, outs) || !basis.take(basis_arg, false) ||
-      !words.take(words_arg, true) || !left.take(left_arg, exponents_arg, tensors.left))
+      !tensors.take_each(outs_arg, true, outs) || !left.check(tensors.left))
     return nullptr;
   if (basis.bytes() != 4 * tensors.right || words.bytes() != 4 * left.all_words() || kernel < 0 ||
       kernel >= product_kernels())
@@ -197,21 +185,18 @@ PyObject* low_rank_first(PyObject*, PyObject* args) {
 }
 
 PyObject* low_rank_second(PyObject*, PyObject* args) {
-  PyObject *shapes_arg, *matrices_arg, *total_arg, *left_arg, *left_exponents_arg, *right_arg,
-      *right_exponents_arg, *p_arg, *own_arg, *next_arg, *words_arg;
-  int transform, kernel;
-  if (!PyArg_ParseTuple(args, "OOOOOOOiiOOOO", &shapes_arg, &matrices_arg, &total_arg, &left_arg,
-                        &left_exponents_arg, &right_arg, &right_exponents_arg, &transform, &kernel,
-                        &p_arg, &own_arg, &next_arg, &words_arg))
-    return nullptr;
+  PyObject* matrices_arg;
   Tensors tensors;
   std::unique_ptr<Buffer[]> matrices;
   Buffer total, p, own, next, words;
   Side left, right;
-  if (!tensors.take(shapes_arg) || !tensors.take_each(matrices_arg, false, matrices) ||
-      !total.take(total_arg, false) || !left.take(left_arg, left_exponents_arg, tensors.left) ||
-      !right.take(right_arg, right_exponents_arg, tensors.right) || !p.take(p_arg, true) ||
-      !own.take(own_arg, true) || !next.take(next_arg, true) || !words.take(words_arg, true))
+  int transform, kernel;
+  if (!PyArg_ParseTuple(args, "O&OO&O&O&O&O&iiO&O&O&O&", in, &tensors.shapes, &matrices_arg, in,
+                        &total, Side::parse, &left, in, &left.exponents, Side::parse, &right, in,
+                        &right.exponents, &transform, &kernel, out, &p, out, &own, out, &next, out,
+                        &words) ||
+      !tensors.check() || !tensors.take_each(matrices_arg, false, matrices) ||
+      !left.check(tensors.left) || !right.check(tensors.right))
     return nullptr;
   if (total.bytes() != 4 * left.all_words() || words.bytes() != 4 * right.all_words() ||
       p.bytes() != 4 * tensors.left || own.bytes() != 4 * tensors.right ||
@@ -245,31 +230,27 @@ PyObject* low_rank_second(PyObject*, PyObject* args) {
 }
 
 PyObject* low_rank_last(PyObject*, PyObject* args) {
-  PyObject *shapes_arg, *matrices_arg, *means_arg, *total_arg, *p_arg, *own_arg, *right_arg,
-      *exponents_arg, *basis_arg, *new_arg, *next_arg;
-  float poison;
-  int transform, kernel;
-  if (!PyArg_ParseTuple(args, "OOOOfOOOOiiOOO", &shapes_arg, &matrices_arg, &means_arg, &total_arg,
-                        &poison, &p_arg, &own_arg, &right_arg, &exponents_arg, &transform, &kernel,
-                        &basis_arg, &new_arg, &next_arg))
-    return nullptr;
+  PyObject *matrices_arg, *means_arg;
   Tensors tensors;
   std::unique_ptr<Buffer[]> matrices, means;
-  Buffer total, p, own, basis, made, next;
+  Buffer total, p, own, basis, next_basis, next;
   Side right;  // with the units of a mean
-  if (!tensors.take(shapes_arg) || !tensors.take_each(matrices_arg, true, matrices) ||
-      !tensors.take_each(means_arg, true, means) || !total.take(total_arg, false) ||
-      !p.take(p_arg, false) || !own.take(own_arg, false) || !basis.take(basis_arg, false) ||
-      !right.take(right_arg, exponents_arg, tensors.right) || !made.take(new_arg, true) ||
-      !next.take(next_arg, true))
+  float poison;
+  int transform, kernel;
+  if (!PyArg_ParseTuple(args, "O&OOO&fO&O&O&O&iiO&O&O&", in, &tensors.shapes, &matrices_arg,
+                        &means_arg, in, &total, &poison, in, &p, in, &own, Side::parse, &right, in,
+                        &right.exponents, &transform, &kernel, in, &basis, out, &next_basis, out,
+                        &next) ||
+      !tensors.check() || !tensors.take_each(matrices_arg, true, matrices) ||
+      !tensors.take_each(means_arg, true, means) || !right.check(tensors.right))
     return nullptr;
   if (total.bytes() != 4 * right.all_words() || p.bytes() != 4 * tensors.left ||
       own.bytes() != 4 * tensors.right || basis.bytes() != 4 * tensors.right ||
-      made.bytes() != 4 * tensors.right || next.bytes() != 4 * right.columns || transform < 1 ||
+      next_basis.bytes() != 4 * tensors.right || next.bytes() != 4 * right.columns || transform < 1 ||
       transform > 52 || kernel < 0 || kernel >= product_kernels())
     return wrong("low_rank_last");
   const auto* sum = total.as<const int32_t>();
-  const bool done = unlocked([&] {
+  return run([&] {
     const auto size = static_cast<size_t>(tensors.right);
     std::vector<int32_t> sums(size);
     right.open(sum, sums.data(), next.as<int32_t>());
@@ -287,13 +268,11 @@ PyObject* low_rank_last(PyObject*, PyObject* args) {
       outer(left, {mean.data() + column, it.size, it.columns, it.columns},
             {means[i].as<float>(), it.rows, it.columns, it.columns}, false, kernel);
       orthonormal(sums.data() + column, basis.as<const float>() + column, it.size, it.columns,
-                  transform, made.as<float>() + column);
+                  transform, next_basis.as<float>() + column);
       row += it.size * it.rows;
       column += it.size * it.columns;
     }
   });
-  if (!done) return nullptr;
-  Py_RETURN_NONE;
 }
 
 }  // namespace
