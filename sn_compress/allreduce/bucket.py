@@ -49,7 +49,7 @@ class Result:
     def numbers(self) -> Array:
         """[4] float64: lost and damaged as 0 or 1, energy, sent."""
         values = (self.lost, self.damaged, self.energy, self.sent)
-        if isinstance(self.lost, np.bool_ | np.ndarray):  # one call of NumPy in the place of nine
+        if isinstance(self.lost, np.bool_ | np.ndarray):  # one call in place of five
             return np.array(values, np.float64)
         xp = namespace(self.lost)
         return xp.stack([xp.astype(number, xp.float64) for number in values])
@@ -203,6 +203,7 @@ class Bucket:
                     at = end
                 sends = following
                 words = _round(sends, finite) if sends else words
+        # Shared state is selected here, memories by the caller, who has the old ones.
         outcomes = [ended[place] for place in range(len(steps))]
         with full_fp32_matmul(gradients[0]):
             new = self._named(outcome.state for outcome in outcomes)

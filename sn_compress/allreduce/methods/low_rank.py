@@ -265,6 +265,6 @@ def _exact_products(factors: Sequence[Array], matrices: Sequence[Array]) -> list
 
 
 def _rounded(factors: Sequence[Array], bits: int) -> Array:
-    """[size] directions as integers of so many bits, on a scale for each."""
+    """[size] directions as integers of `bits` bits, each row on a scale of its own."""
     xp = namespace(factors[0])
     return join([xp.reshape(integers(factor, bits)[0], (-1,)) for factor in factors])
