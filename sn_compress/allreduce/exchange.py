@@ -140,9 +140,12 @@ class AllReduceExchange:
         tensor = self._next(name)
         xp = namespace(values)
         vector = xp.astype(values, xp.float32)
-        if (residual := tensor.residual()) is not None:
+        residual, tensor.owed = tensor.residual(), None
+        if residual is not None and self._may_be_dropped(values):
+            tensor.owed = residual
+            return vector if wire is None else xp.astype(vector, wire)
+        if residual is not None:
             vector = vector + asarray_like(residual, vector) * self.decay
-        tensor.owed = None
         if wire in (None, xp.float32):
             return vector
         with full_fp32_matmul(vector):  # for its silence about overflow
@@ -195,7 +198,6 @@ class AllReduceExchange:
             # Views of the gradients if they are float32; others are written back at the end.
             means = [numpy_view(xp.astype(g.values, xp.float32, copy=False)) for g in gradients]
             late = not on_host(means[0])
-            self._exclude_unused(names, means)
         try:
             with self._seconds.coding():
                 vectors = means
@@ -283,6 +285,11 @@ class AllReduceExchange:
         """Take new sizes; the rounds of all these tensors."""
         for name, size in sizes.items():
             self.tensors[name].begin(size)
+        # Only now, as a tensor that begins at a size has its memory from here on.
+        for name, value in zip(names, values, strict=True):
+            summable = self.tensors[name].summable
+            if summable is not None and self._may_be_dropped(value):
+                self._excluded[name] = summable.exclude(namespace(value).zeros_like(value))
         tensors = [self.tensors[name] for name in names]
         xp = namespace(values[0])
         vectors = [
@@ -316,18 +323,14 @@ class AllReduceExchange:
                 tensor.note_held(norm_of(tensor.summable.memory), norm)
         return [tensor for tensor, _ in step.norms if self._votes(tensor)]
 
-    def _exclude_unused(self, names: Sequence[str], vectors: Sequence[Array]) -> None:
-        """Keep the memories of parameters that this rank has not used from travelling.
+    def _may_be_dropped(self, values: Array) -> bool:
+        """Whether a gradient is of a parameter that this rank has not used, whose memory must wait.
 
         A framework drops the mean of one that no rank has used: what was sent for it would be gone.
         """
         # Looking for zeros waits for a device, so there it has to be asked for.
-        if not (self._drops_unused and (on_host(vectors[0]) or self._find_unused)):
-            return
-        for name, vector in zip(names, vectors, strict=True):
-            summable = self.tensors[name].summable
-            if summable is not None and not is_used(vector):
-                self._excluded[name] = summable.exclude(namespace(vector).zeros_like(vector))
+        looks = self._drops_unused and (on_host(values) or self._find_unused)
+        return looks and not is_used(values)
 
     def _tell(self, gradients: Sequence[Gradient], nbytes: int, *, late: bool) -> None:
         """Count a step; the words of all are counted with the first."""
@@ -460,7 +463,7 @@ class AllReduceExchange:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned; nothing changes if it does not fit."""
+        """Load what state_dict returned; nothing changes if it does not fit."""
         with reading("the saved state of LowRankCompression"):
             saved.held(state)
             if not isinstance(state, dict) or state.get("format") != _FORMAT:

@@ -183,6 +183,7 @@ class TensorState:
 
     def exclude(self, zeros: Array) -> Array:
         """Set the memory to zeros for one step; return it, for `include`."""
+        self.place(zeros)
         self.conclude()
         # Here, as the step itself would note the zeros as what was there before it.
         self._committed = self._committed or (self.memory, self.state)
