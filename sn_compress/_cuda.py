@@ -1,17 +1,11 @@
 """Kernels on an NVIDIA GPU, through CuPy: compiled from source at first use, once per device.
 
-CuPy keeps what it compiled on disk, keyed by the text it is given and not by the files that text
-includes, so a changed header would go unnoticed. So the headers are put in place of their
-#include lines, each with a #line directive: messages of the compiler name the real file and line.
+CuPy caches compiled code on disk by the text of the program, not by the files that it includes, so
+a changed header would go unnoticed. So headers are put in place of their #include lines, each with
+a #line directive, by which the compiler's messages name the real file and line.
 
-Nothing here waits for the device. Kernels run on the stream the caller's framework works on:
-torch's current stream for torch tensors, CuPy's current one otherwise.
-
-Where the sources of csrc/compress are: kernels are compiled from them at first use.
-
-`importlib.resources` is the obvious way, but in an editable install the folder `sn_compress._csrc`
-does not exist (it is mapped from csrc/compress when a wheel is made). So the package is asked
-first and the source tree second.
+Only `constant` and copies to the host wait for the device. Kernels run on the stream on which the
+caller's framework works: torch's current stream for torch tensors, CuPy's current one otherwise.
 """
 
 from __future__ import annotations
@@ -32,9 +26,9 @@ from .arrays import library_of, on_cuda
 from .errors import CompressError, MissingExtra
 
 # No contraction into fused multiply-adds: selection and codes must not depend on the back end.
-# Denormal numbers do: CuPy adds -ftz=true after these, so on a device they are zeros.
+# Subnormal numbers do: CuPy adds -ftz=true after these, so on a device they are zeros.
 OPTIONS = ("-std=c++17", "-fmad=false")
-_UNASKED_BYTES = 48 << 10
+_DEFAULT_SHARED_BYTES = 48 << 10  # of a block on every device; more has to be requested
 _INCLUDE = re.compile(r'#include "([^"]+)"')
 
 
@@ -59,7 +53,7 @@ def _lines(file: str, seen: set[str]) -> list[str]:
         include = _INCLUDE.match(line)
         if include and include[1] not in seen:
             lines += _lines(include[1], seen)
-        # Not `#pragma once`: there is only the one file, and the compiler would say so.
+        # nvrtc warns of `#pragma once` in a main file, which this now is.
         if include or line == "#pragma once":
             lines.append(f'#line {number + 1} "{path.as_posix()}"')
         else:
@@ -68,7 +62,7 @@ def _lines(file: str, seen: set[str]) -> list[str]:
 
 
 def options(program: Program) -> tuple[str, ...]:
-    """What the compiler is told, beside the architecture."""
+    """Options of the compiler, but for the architecture."""
     return OPTIONS + tuple(f"-D{name}={value}" for name, value in program.defines)
 
 
@@ -91,16 +85,16 @@ def installed() -> bool:
 
 
 def takes(tensor: Any) -> bool:
-    """Whether the kernels are for this tensor: on a CUDA device, and CuPy is installed.
+    """Whether kernels take this tensor: it is on a CUDA device, and CuPy is installed.
 
-    Of other libraries than torch they always are, as nothing else here takes those: without CuPy
-    they raise.
+    For tensors of torch there is array code as well; of other libraries nothing else here takes
+    one, so those are True without CuPy, too, whose error follows.
     """
     return on_cuda(tensor) and (library_of(tensor) != "torch" or installed())
 
 
 def backend() -> str:
-    """Return the back end for device tensors and why; CuPy is searched for, not loaded."""
+    """Return the back end for device tensors and why; does not import CuPy."""
     if not installed():
         return "none: CuPy is not installed, so tensors have to be on the CPU; see the extra [cuda]"
     return "cupy: kernels are compiled at the first device tensor"
@@ -152,15 +146,15 @@ class CudaDevice:
         if (self.device, key) not in _constants:
             with self.context() as xp:
                 _constants[self.device, key] = xp.asarray(values)
-                # Other streams may read it from now on; once per table and device.
+                # Other streams may read it from now on; a wait once per table and device.
                 self.stream.synchronize()
         return int(_constants[self.device, key].data.ptr)
 
 
 def _allow_shared(function: Any, kernel: str, shared_bytes: int, device: int) -> None:
-    """Let a kernel have more than the 48 KiB of shared memory it gets unasked."""
+    """Request shared memory beyond a kernel's default; CompressError if the device has less."""
     total = shared_bytes + function.shared_size_bytes
-    if total <= _UNASKED_BYTES:
+    if total <= _DEFAULT_SHARED_BYTES:
         return
     most = cupy().cuda.Device(device).attributes["MaxSharedMemoryPerBlockOptin"]
     if total > most:
@@ -173,17 +167,17 @@ def _allow_shared(function: Any, kernel: str, shared_bytes: int, device: int) ->
 
 @dataclass(frozen=True)
 class View:
-    """A vector on a device: where it is, and whose it is."""
+    """A vector on a device, of whatever library."""
 
     address: int
     elements: int
     dtype: str
     device: int
-    owner: Any  # keeps the memory alive
+    owner: Any  # the tensor itself, which keeps the memory alive
 
     @property
     def framework(self) -> str:
-        """Whose array it is: "torch", or "cupy" for all others."""
+        """Whose stream counts: "torch" for its tensors, "cupy" for all others."""
         return "torch" if library_of(self.owner) == "torch" else "cupy"
 
     @property
@@ -191,7 +185,7 @@ class View:
         return self.framework == "torch"
 
     def run(self) -> CudaDevice:
-        """The device and the stream that this vector's framework works on now."""
+        """The device, with the stream on which this vector's framework works now."""
         return current(self.device, self.framework)
 
     def to_host(self) -> npt.NDArray[Any]:
@@ -209,25 +203,26 @@ class View:
     def store(self, start: int, values: Any) -> None:
         """Write a CuPy array from element `start` on, rounded to this vector's type."""
         if self.is_torch:
-            # Loaded already: there is a tensor of it.
             values = sys.modules["torch"].from_dlpack(values)
         self.owner[start : start + len(values)] = values
 
 
 def current(device: int, framework: str | None) -> CudaDevice:
-    """The device with the stream that a framework works on now; CuPy's if it is not torch."""
-    xp = cupy()
+    """The device, with the stream on which a framework works now; CuPy's if it is not torch."""
+    cuda = cupy().cuda
     if framework != "torch":
-        with xp.cuda.Device(device):
-            return CudaDevice(device, xp.cuda.get_current_stream())
-    # Loaded already: there is a tensor of it.
-    stream = sys.modules["torch"].cuda.current_stream(device)
-    return CudaDevice(device, _stream_at(stream.cuda_stream, device))
+        with cuda.Device(device):
+            return CudaDevice(device, cuda.get_current_stream())
+    # torch is loaded, as there is a tensor of it.
+    address = sys.modules["torch"].cuda.current_stream(device).cuda_stream
+    if hasattr(cuda.Stream, "from_external"):  # CuPy 14, where ExternalStream is deprecated
+        return CudaDevice(device, cuda.Stream.from_external(_Pointer(address)))
+    return CudaDevice(device, cuda.ExternalStream(address, device))
 
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A stream by CUDA's stream protocol; those of newer versions of torch have it themselves."""
+    """A stream with CUDA's stream protocol, which torch's own have in newer versions alone."""
 
     address: int
 
@@ -235,16 +230,8 @@ class _Pointer:
         return 0, self.address
 
 
-def _stream_at(address: int, device: int) -> Any:
-    """CuPy's object for a stream of somebody else's."""
-    cuda = cupy().cuda
-    if hasattr(cuda.Stream, "from_external"):  # CuPy 14, where ExternalStream is deprecated
-        return cuda.Stream.from_external(_Pointer(address))
-    return cuda.ExternalStream(address, device)
-
-
 def to_host(array: Any) -> npt.NDArray[Any]:
-    """A CuPy array's copy as a NumPy array, which waits for the device; others as they are."""
+    """A NumPy copy of a CuPy array, which waits for the device; other arrays as they are."""
     return array.get() if on_cuda(array) else array  # type: ignore[no-any-return]
 
 
@@ -257,7 +244,7 @@ def from_host(array: npt.NDArray[Any], device: int, framework: str | None) -> An
 
 
 def empty(elements: int, device: int, framework: str | None) -> Any:
-    """A vector of float32 on a device, not set to anything; a torch tensor or a CuPy array."""
+    """An uninitialized vector of float32 on a device; a torch tensor or a CuPy array."""
     if framework == "torch":
         torch = sys.modules["torch"]
         return torch.empty(elements, dtype=torch.float32, device=f"cuda:{device}")
@@ -266,7 +253,7 @@ def empty(elements: int, device: int, framework: str | None) -> Any:
 
 
 def view(tensor: Any) -> View:
-    """The vector in a CuPy array, torch CUDA tensor or other DLPack tensor; nothing is copied."""
+    """The vector of a CuPy array, torch CUDA tensor or other DLPack tensor, without a copy."""
     home = library_of(tensor)
     if home == "torch":
         tensor = tensor.detach()
@@ -286,18 +273,12 @@ def view(tensor: Any) -> View:
     return View(address, int(shape[0]), dtype, device, tensor)
 
 
-_PACKAGE = Path(__file__).resolve().parent
-
-
 def source(name: str) -> Path:
-    """Return the path of a file of csrc/compress, such as `"pack.cu"`.
-
-    Raises
-    ------
-    FileNotFoundError
-        If neither the installed package nor the source tree has it.
-    """
-    folders = (_PACKAGE / "_csrc", _PACKAGE.parent / "csrc" / "compress")
+    """Return the path of a file of csrc/compress, such as `"pack.cu"`, or FileNotFoundError."""
+    package = Path(__file__).resolve().parent
+    # A wheel has the sources as `_csrc`. An editable install has no such folder, and nothing for
+    # importlib.resources to find.
+    folders = (package / "_csrc", package.parent / "csrc" / "compress")
     for folder in folders:
         path = folder / name
         if path.is_file():

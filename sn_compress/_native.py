@@ -1,8 +1,7 @@
-"""The compiled extension `sn_compress._core`, if it is there, and threads for either back end.
+"""The compiled extension `sn_compress._core`, if it was built, and threads for either back end.
 
-`ops` asks `core()` and falls back to its NumPy twins where the answer is None: the extension was
-not built, or SN_COMPRESS_BACKEND=numpy says so. The choice is made once and can be read from
-`sn_compress.backends()`.
+`ops` calls `core()` and uses its NumPy twins where that is None: the extension was not built, or
+SN_COMPRESS_BACKEND is "numpy". The choice is made once; `sn_compress.backends()` reports it.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ T = TypeVar("T")
 
 @cache
 def load() -> tuple[Any, str]:
-    """The extension module or None, and in a sentence why."""
+    """The extension module or None, and the reason in a sentence."""
     wish = os.environ.get("SN_COMPRESS_BACKEND", "")
     if wish not in ("", "numpy", "cpp"):
         raise CompressError(f'SN_COMPRESS_BACKEND={wish!r}; expected "numpy", "cpp" or nothing')
@@ -43,7 +42,7 @@ def load() -> tuple[Any, str]:
 
 
 def core() -> Any:
-    """The extension module, or None where the NumPy twins are to run."""
+    """The extension module, or None where the NumPy twins run."""
     return load()[0]
 
 
@@ -52,17 +51,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="sn_compress")
 
 
-# Threads do not survive a fork; the child makes its own.
+# Threads do not survive a fork, and a pool without them would wait for ever.
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def parallel(work: Callable[[Iterator[int]], T], items: Iterable[int], threads: int) -> list[T]:
-    """What `work` gives for its share of the items, on up to `threads` threads.
+    """Return the results of `work` on shares of the items, on up to `threads` threads.
 
-    Each thread calls `work` once with an iterator that takes the next item off a common queue:
-    scratch lives as long as a share, a thread that is held up leaves its items to the others, and
-    no item costs a task of its own. SciPy's FFT and the extension let go of the interpreter lock,
-    so the threads do run.
+    Each thread calls `work` once, with an iterator that takes items off a common queue: scratch
+    lives as long as a share, a thread that is held up leaves its items to the others, and no item
+    costs a task of its own. SciPy's FFT and the extension release the interpreter lock.
     """
     queue = deque(items)
     threads = min(threads, len(queue))

@@ -1,18 +1,18 @@
-"""Which array library and device an array has, and the few functions that libraries name apart.
+"""Which library and device an array has, and functions that libraries do not share.
 
 What lies between a rim and the wire is written once, over the array namespace of its arguments
-(array-api-compat): NumPy, CuPy, and torch on any device. Nothing here waits for a device but
-`to_host` and `Later.read`, which are for what happens between steps. No library is imported: an
-array brings its own along, or a rim hands one in (`register`), as for TensorFlow, whose tensors
-stand for values of a graph and are never changed: what is done in place is used by what it returns.
+(array-api-compat): NumPy, CuPy, and torch on any device. Of all functions here `to_host`,
+`is_used` and `AsyncScalars.read` wait for a device, and no other. No library is imported: an array
+brings its own, or a rim registers one (`register`), as for TensorFlow. Tensors of a graph cannot be
+written to, so callers use what in-place functions return.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib import import_module
 from itertools import groupby
@@ -41,9 +41,8 @@ def namespace(array: Array) -> Any:
 def register(kind: type, space: Any) -> None:
     """Take arrays of a library that array-api-compat does not know, and of its subclasses.
 
-    space : has the standard's functions that the core uses, and of this module's `constant`, for
-        Constant.on, `split`, `bits_of`, `put`, `either`, `floats_of`, `top`, `add_at`, `rfft` and
-        `irfft`
+    space : has the functions of the standard that the core uses, `constant`, for Constant.on, and
+        `split`, `bits_of`, `put`, `where_all`, `floats_of`, `top`, `add_at`, `rfft` and `irfft`
     """
     _registered[kind] = space
 
@@ -60,47 +59,47 @@ def is_torch(array: Array) -> bool:
 
 
 def is_fixed(array: Array) -> bool:
-    """Whether nothing can be written into it: it stands for a value of a graph."""
+    """Whether nothing can be written to it, as to a tensor of a graph."""
     return _library(array) is not None
 
 
 def device_of(array: Array) -> Any:
-    """Where it lies, for the `device=` of the functions that make arrays."""
+    """The device, for the `device=` of functions that create arrays."""
     return array.device if is_torch(array) else array_api_compat.device(array)
 
 
 def on_host(array: Array) -> bool:
-    """Whether its values lie in the host's memory, so that reading one waits for nothing."""
+    """Whether its values are in host memory, so that reading one waits for nothing."""
     if isinstance(array, _HOST):
         return True
     return is_torch(array) and array.device.type == "cpu"
 
 
 def library_of(tensor: Any) -> str:
-    """The package that a tensor's type is of, "torch" or "cupy", say; loads none to find out."""
+    """The package of a tensor's type, such as "torch" or "cupy"; imports none."""
     return type(tensor).__module__.partition(".")[0]
 
 
 def on_cuda(tensor: Any) -> bool:
-    """Whether this is a tensor on a CUDA device, of whatever library; loads none to find out."""
+    """Whether this is a tensor on a CUDA device, of any library; imports none."""
     library = library_of(tensor)
     if library == "cupy":
         return True
     if library == "torch":
         return bool(getattr(tensor, "is_cuda", False))
-    # DLPack's number of CUDA is 2. NumPy has the method, too, and says 1.
+    # DLPack's kDLCUDA is 2. NumPy's arrays have the method, too, and return 1.
     return hasattr(tensor, "__dlpack_device__") and int(tensor.__dlpack_device__()[0]) == 2
 
 
 FLOAT32, FLOAT64, INT32 = (np.dtype(kind) for kind in ("f4", "f8", "i4"))
-_GLANCE = 4096  # elements of a gradient looked at before all of them
+_GLANCE = 4096  # elements of a gradient that are looked at before all of them
 
 
 def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] | None:
     """Return the same memory as a NumPy array, for compiled kernels; None if they cannot use it.
 
-    They can if it is contiguous in host memory, of this dtype, and no fake tensor of a
-    capture. Call this before the extension, which a capture cannot follow.
+    They can if it is contiguous in host memory, of this dtype, and no fake tensor of a capture.
+    Call this before the extension, whose calls a capture cannot record.
     """
     if type(array) is np.ndarray:
         view = array
@@ -109,7 +108,8 @@ def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] 
         if torch is None or torch.compiler.is_compiling() or type(array) is not torch.Tensor:
             return None
         tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
-        if tracer is not None and tracer.get_proxy_mode() is not None:  # make_fx, on real tensors
+        # make_fx runs on real tensors, whose memory a call of the extension would write unseen.
+        if tracer is not None and tracer.get_proxy_mode() is not None:
             return None
         if array.device.type != "cpu" or array.layout is not torch.strided:
             return None
@@ -118,10 +118,10 @@ def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] 
 
 
 def numpy_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> Array:
-    """The same memory in NumPy, if it is a tensor of torch that one thread of a host works on.
+    """The same memory as a NumPy array, if torch would work on it with one thread of a host.
 
-    To call one of NumPy's functions takes about half as long, which counts where tensors are small.
-    Where torch has more threads its own functions use them.
+    Calls of NumPy's functions take about half as long, which counts where tensors are small. With
+    more threads torch's own functions use them.
     """
     if type(array) is np.ndarray or not is_torch(array):
         return array
@@ -132,16 +132,16 @@ def numpy_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> Array:
 def host_threads(like: Array) -> int:
     """Threads that the array's library works with on a host."""
     torch = sys.modules.get("torch")
-    # NumPy has none of its own: beside torch it is given as many, see `quickest`.
+    # Where torch is loaded, its setting counts for NumPy's arrays, too: see `numpy_view`.
     return int(torch.get_num_threads()) if torch is not None else _processors()
 
 
 @cache
 def _processors() -> int:
-    wish = os.environ.get("OMP_NUM_THREADS", "")
+    wish = os.environ.get("OMP_NUM_THREADS", "")  # torchrun sets it, to 1
     if wish.isdigit() and int(wish):
         return int(wish)
-    usable = getattr(os, "sched_getaffinity", None)
+    usable = getattr(os, "sched_getaffinity", None)  # Linux alone has it
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
@@ -151,7 +151,7 @@ def to_host(array: Array) -> npt.NDArray[Any]:
         return array
     if is_torch(array):
         return np.asarray(array.detach().cpu().numpy())
-    return np.asarray(array.get() if hasattr(array, "get") else array)
+    return np.asarray(array.get() if hasattr(array, "get") else array)  # CuPy refuses asarray
 
 
 def asarray_like(array: Array, like: Array) -> Array:
@@ -159,30 +159,28 @@ def asarray_like(array: Array, like: Array) -> Array:
     if isinstance(like, np.ndarray):
         return to_host(array)
     if (library := _library(like)) is not None:
-        return library.asarray(array)  # it chooses the device of its tensors by itself
+        return library.asarray(array)  # TensorFlow chooses the device of its tensors by itself
     if type(array) is type(like) and array.device == like.device:
         return array
     return _on_device(to_host(array), like)
 
 
 def _on_device(host: npt.NDArray[Any], like: Array) -> Array:
-    """May share memory on the host, but where nothing may be written: torch warns of that."""
+    """A host array where `like` is; may share memory."""
+    # torch warns of memory that is read-only, and would write to it.
     host = host if host.flags.writeable else host.copy()
     return namespace(like).asarray(host, device=like.device)
 
 
 class Constant:
-    """A host array that follows from shapes and settings, and its copies on devices.
-
-    The first call on a device copies it there.
-    """
+    """A host array that follows from shapes and settings, copied once to each device."""
 
     def __init__(self, host: npt.NDArray[Any]) -> None:
         self.host = host
         self._copies: dict[str, Array] = {}
 
     def on(self, like: Array) -> Array:
-        """The array where `like` lies."""
+        """The array on the device of `like`."""
         if isinstance(like, _HOST):
             return self.host
         if (library := _library(like)) is not None:
@@ -203,19 +201,19 @@ def take(values: Array, index: Array) -> Array:
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Equal lengths side by side: how many, and the length."""
+    """Run-length encode: how many equal lengths stand side by side, and the length."""
     return [(len(list(same)), length) for length, same in groupby(lengths)]
 
 
 def spread(values: Array, runs: Sequence[tuple[int, int]]) -> Array:
-    """[n]: each value as many times as its run is long, without an index for each."""
+    """[n]: each value repeated as often as `runs_of` says, without an index for each element."""
     xp = namespace(values)
     pieces = zip(split(values, [count for count, _ in runs]), runs, strict=True)
     return join([xp.reshape(xp.broadcast_to(value[:, None], run), (-1,)) for value, run in pieces])
 
 
 def put(target: Array, index: Array, values: Array) -> Array:
-    """The target with other values at [m] places of its first axis; in its place if it can be."""
+    """Set values at [m] places of the first axis, in place where possible; return the target."""
     if (library := _library(target)) is not None:
         return library.put(target, index, values)
     target[index] = values
@@ -223,7 +221,7 @@ def put(target: Array, index: Array, values: Array) -> Array:
 
 
 def filled(target: Array, value: Array) -> Array:
-    """The target with a 0-d value everywhere; in its place if it can be."""
+    """Set all elements to a 0-d value, in place where possible; return the target."""
     if _library(target) is not None:
         return namespace(target).broadcast_to(value, target.shape)
     target[...] = value
@@ -254,9 +252,9 @@ def top(values: Array, count: int) -> Array:
 
 
 def add_at(target: Array, index: Array, values: Array) -> Array:
-    """The target with values added at [m] places of its first axis; in its place if it can be.
+    """Add values at [m] places of the first axis, in place where possible; return the target.
 
-    Whole numbers add up to the same in any order; no place of floats may come twice.
+    Whole numbers have the same sum in any order; of floats no place may come twice.
     """
     if is_torch(target):
         return target.index_add_(0, index, values)
@@ -267,14 +265,14 @@ def add_at(target: Array, index: Array, values: Array) -> Array:
 
 
 def scipy_fft(like: Array) -> Any:
-    """scipy.fft for NumPy; for CuPy its own form of that: cuFFT, whose plans it keeps."""
+    """scipy.fft for NumPy; CuPy's copy of it for CuPy: cuFFT, with cached plans."""
     return import_module("cupyx.scipy.fft" if library_of(like) == "cupy" else "scipy.fft")
 
 
 def rfft(blocks: Array) -> Array:
     """[rows, 2 * bins]: the real FFT of each row, orthonormal, real and imaginary parts in turn.
 
-    Of any length, in single precision. One row is not shared among threads: no library does that.
+    Of any length, in single precision. No library shares one row among threads.
     """
     if is_torch(blocks):
         torch = sys.modules["torch"]
@@ -297,7 +295,7 @@ def irfft(parts: Array, block: int) -> Array:
 
 
 def shifted_right(values: Array, places: int) -> Array:
-    """Whole numbers divided by 2**places and rounded down."""
+    """Whole numbers divided by 2**places, rounded down."""
     if _library(values) is None:
         return values >> places
     return namespace(values).bitwise_right_shift(values, places)
@@ -317,14 +315,14 @@ def where_all(flag: Array, these: Sequence[Array], otherwise: Sequence[Array]) -
 
 
 def clipped(values: Array, least: float, largest: float) -> Array:
-    """Values no less and no more than these; the standard's form costs torch six operations."""
+    """Clip; array-api-compat's `clip` is six operations in torch."""
     if is_torch(values):
         return values.clamp(least, largest)
     return namespace(values).clip(values, least, largest)
 
 
 def rounded(fresh: Array, limit: int) -> Array:
-    """Values of an array that nobody else has as whole numbers up to +-limit, of its dtype."""
+    """Round and clip to +-limit, in the dtype of an array that may be overwritten."""
     if isinstance(fresh, np.ndarray):
         return np.clip(np.rint(fresh, out=fresh), -limit, limit, out=fresh)
     if is_torch(fresh):
@@ -333,7 +331,7 @@ def rounded(fresh: Array, limit: int) -> Array:
 
 
 def largest_of(values: Array, group_of: Array, groups: int) -> Array:
-    """[groups]: the largest of the [n] values, none below zero, that are of each group."""
+    """[groups]: the largest of each group's values, of [n] in all, none below zero."""
     xp = namespace(values)
     least = xp.zeros(groups, dtype=values.dtype, device=device_of(values))
     if is_torch(values):
@@ -359,8 +357,8 @@ def inverse(values: Array) -> Array:
 
 
 def put_all(targets: Sequence[Array], values: Sequence[Array]) -> None:
-    """In place: each target becomes the value of its shape."""
-    if is_torch(targets[0]):
+    """Copy each value into the target of its shape."""
+    if is_torch(targets[0]):  # one launch on a device for many small tensors
         sys.modules["torch"]._foreach_copy_(list(targets), list(values))
         return
     for target, value in zip(targets, values, strict=True):
@@ -368,7 +366,7 @@ def put_all(targets: Sequence[Array], values: Sequence[Array]) -> None:
 
 
 def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
-    """Views of stretches of a vector, of these sizes, which cover it."""
+    """Views of a vector cut into these sizes, which add up to its own."""
     if len(sizes) == 1:
         return [flat]
     if is_torch(flat):
@@ -380,7 +378,7 @@ def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
 
 
 def join(parts: Sequence[Array]) -> Array:
-    """Vectors one behind the other; one alone is not copied."""
+    """Concatenate vectors; a single one is not copied."""
     return parts[0] if len(parts) == 1 else namespace(parts[0]).concat(list(parts))
 
 
@@ -414,14 +412,14 @@ def product(left: Array, right: Array, out: Array | None) -> Array:
 
 
 def subtract_product(matrix: Array, left: Array, right: Array) -> Array:
-    """The matrix less left @ right; in its place if it can be."""
+    """Subtract left @ right from a matrix, in place where possible; return the matrix."""
     if is_torch(matrix):
         return matrix.addmm_(left, right, alpha=-1)
     if not isinstance(matrix, np.ndarray):
         matrix -= left @ right
         return matrix
-    # A product as large as the gradient would be written to memory and read again, and the C
-    # library hands buffers of that size back to the system each time.
+    # By rows of 2**16 elements: a product as large as the gradient would be written to memory and
+    # read again, and the C library returns buffers of that size to the system each time.
     rows = max(1, 2**16 // matrix.shape[1])
     for start in range(0, len(matrix), rows):
         matrix[start : start + rows] -= left[start : start + rows] @ right
@@ -429,55 +427,46 @@ def subtract_product(matrix: Array, left: Array, right: Array) -> Array:
 
 
 def is_used(values: Array) -> bool:
-    """Whether any value is not zero; the start of a gradient mostly tells. Waits for a device."""
+    """Whether any value is not zero; waits for a device."""
     xp = namespace(values)
+    # Of a gradient that is used the first few mostly tell, without a pass over all.
     return bool(xp.any(values[:_GLANCE])) or bool(xp.any(values))
 
 
 def full_fp32_matmul(like: Array) -> AbstractContextManager[Any]:
-    """Products of float32 in float32, and no word about overflow: what is not finite is looked for.
+    """Products of float32 in float32, and no warnings of overflow: callers look for it themselves.
 
     Torch may run them in fewer bits (TF32, bfloat16, autocast); a rank that subtracts another
     product than that of the mean loses the difference.
     """
     if is_torch(like):
         if sys.modules["torch"].compiler.is_compiling():
-            return nullcontext()  # whoever captures a step says how its products are taken
+            return nullcontext()  # whoever captures a step decides how its products are computed
         return _float32_products(like.device.type)
     return np.errstate(all="ignore")
 
 
-@cache
-def _precisions() -> Any:
-    from contextlib import contextmanager
-
+@contextmanager
+def _float32_products(device: str) -> Iterator[None]:
     torch = sys.modules["torch"]
-
-    @contextmanager
-    def full(device: str) -> Any:
-        before = torch.get_float32_matmul_precision()
-        if before != "highest":
-            torch.set_float32_matmul_precision("highest")
-        try:
-            with torch.no_grad():
-                if device != "meta" and torch.is_autocast_enabled(device):
-                    with torch.autocast(device, enabled=False):
-                        yield
-                else:
+    before = torch.get_float32_matmul_precision()
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.no_grad():
+            # torch has no autocast of the meta device, and refuses the question.
+            if device != "meta" and torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
                     yield
-        finally:
-            if before != "highest":
-                torch.set_float32_matmul_precision(before)
-
-    return full
-
-
-def _float32_products(device: str) -> AbstractContextManager[Any]:
-    return _precisions()(device)  # type: ignore[no-any-return]
+            else:
+                yield
+    finally:
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
 
 
 class AsyncScalars:
-    """A few numbers of a device, on their way to the host: read when they have long arrived.
+    """A few numbers of a device, copied to the host in the background and read later.
 
     numbers : [n] float64
     """
@@ -485,6 +474,7 @@ class AsyncScalars:
     def __init__(self, numbers: Array) -> None:
         self._event: Any = None
         self._numbers = numbers
+        # Into pinned memory, without which a copy to the host blocks.
         if is_torch(numbers) and numbers.device.type == "cuda":
             torch = sys.modules["torch"]
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

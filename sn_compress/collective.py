@@ -1,17 +1,4 @@
-"""What a rim hands to the engine, and what it gets to carry to the other ranks.
-
-Buckets: which gradients travel together, from the order of the parameters alone.
-
-A collective costs its latency, so a net's gradients share a few. Which ones is laid out once, alike
-on all ranks, never from the order in which gradients come: that differs between ranks.
-
-Where the seconds of a step go on this rank's threads: into the codec, and into waiting.
-
-Rounds are a generator that comes back whenever something has to travel. What it takes between two
-of its yields is the codec; what the rim takes to wait for a collective is the exchange, so far as
-no backward pass hid it. Both are of the host: on a GPU the codec's kernels are only started in that
-time, and NCCL makes the stream wait, not the thread.
-"""
+"""What a rim passes to the engine, and the collectives that it runs for it."""
 
 from __future__ import annotations
 
@@ -24,7 +11,7 @@ from typing import Any, Literal
 
 from .arrays import Array
 
-# What an all-reduce can average and a codec takes; of other types gradients travel as they are.
+# What an all-reduce can average and a codec takes; gradients of other types travel as they are.
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -34,8 +21,8 @@ class Gradient:
 
     Attributes
     ----------
-    name : of its tensor, unique and the same on all ranks; None where nothing tells tensors apart,
-        and then nothing is remembered
+    name : of its tensor, unique and the same on all ranks; None where tensors cannot be told from
+        each other, so nothing is remembered
     shape : of its tensor
     values : [n], contiguous, of the rim's library and device; the mean is written there
     """
@@ -57,15 +44,15 @@ class Gradient:
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective for the rim to do; the same on all ranks, in the same order.
+    """One collective for the rim to run; the same on all ranks, in the same order.
 
-    kind : "sum", of which the result is the sum over the ranks, each word modulo 2**32; "gather",
-        of which it is what all ranks brought, in order of rank, one behind the other; or
-        "alltoall", of which it is what the others brought for this rank, likewise
-    words : [n] int32 to sum, which the result may overwrite; [n] uint8 to gather, or what each of
-        the others is to have, in order of rank, one behind the other
-    sizes : of each rank, how much it brings to a gather, None if all bring as much; or how much
-        each of the others has for it
+    kind : "sum", whose result is the sum over the ranks, each word modulo 2**32; "gather", whose
+        result is the words of all ranks, in order of rank, one behind the other; or "alltoall",
+        whose result is the words of the others for this rank, likewise
+    words : [n] int32 to sum, which the result may overwrite; [n] uint8 to gather, or for each of
+        the others, in order of rank, one behind the other
+    sizes : for a gather, the words of each rank, None if all have as many; for an all-to-all, the
+        words that each of the others sends it
     """
 
     kind: Literal["sum", "gather", "alltoall"]
@@ -82,7 +69,7 @@ class Collective:
         return [0 if source == rank else sizes[rank] for source in range(len(sizes))]
 
 
-# Yields what to carry, nothing at times, is sent the results in the same order.
+# Yields collectives, at times an empty list, and is sent their results in the same order.
 Rounds = Generator[list[Collective], list[Array], None]
 
 
@@ -92,8 +79,8 @@ class Routing:
 
     Attributes
     ----------
-    plain : as without compression, in their own dtype; the rim's matter
-    dense : likewise in this step, of `Engine.dense_values`; then `Engine.learn` takes the mean
+    plain : as without compression, in their own dtype; the rim averages them by itself
+    dense : likewise in this step, but `Engine.dense_values`, whose mean goes to `Engine.learn`
     coded : by `Engine.rounds`
     """
 
@@ -103,7 +90,7 @@ class Routing:
 
 
 def dtype_name(values: Any) -> str:
-    """Of an array of any library: "float32"."""
+    """The name of an array's dtype, such as "float32", of any library."""
     return str(values.dtype).rpartition(".")[2]
 
 
@@ -111,7 +98,10 @@ GROUP = 2**23  # elements from which on a bucket is full
 
 
 class Buckets:
-    """The layout, and what of the step under way has come.
+    """Which gradients travel together, and those of the step under way that are ready.
+
+    A collective costs its latency, so gradients share a few. Their layout is fixed, the same on all
+    ranks, by the order of parameters: that in which gradients come differs between ranks.
 
     Parameters
     ----------
@@ -133,7 +123,7 @@ class Buckets:
         self.begin()
 
     def begin(self) -> None:
-        """A step begins: nothing has come."""
+        """Begin a step: no gradient is there yet."""
         self._missing = [len(names) for names in self.members]
         self._filed: dict[int, dict[str, Any]] = {}
 
@@ -143,7 +133,7 @@ class Buckets:
         filed : what `take` returns for it; None for a gradient that travels by itself
         """
         number = self._number[name]
-        self._missing[number] -= 1
+        self._missing[number] -= 1  # also for one that travels by itself: the others wait for none
         if filed is not None:
             self._filed.setdefault(number, {})[name] = filed
         return number if not self._missing[number] and number in self._filed else None
@@ -159,14 +149,19 @@ class Buckets:
 
 
 class StepTimer:
-    """Sums over all steps of one optimizer."""
+    """Seconds of all steps of one optimizer on this rank's threads: codec, and waiting.
+
+    What rounds take between two yields is the codec; what the rim takes to wait for a collective is
+    the exchange, as far as no backward pass hid it. Both are seconds of the host: on a GPU they
+    only launch the codec's kernels, and NCCL lets the stream wait, not the thread.
+    """
 
     def __init__(self) -> None:
         self._codec = self._waited = 0.0
 
     @contextmanager
     def coding(self) -> Iterator[None]:
-        """Around what rounds compute between two of their yields."""
+        """Time what rounds compute between two of their yields."""
         began = time.perf_counter()
         try:
             yield
@@ -175,7 +170,7 @@ class StepTimer:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around what waits for other ranks."""
+        """Time a wait for other ranks."""
         began = time.perf_counter()
         try:
             yield

@@ -1,11 +1,9 @@
-"""What is given to an unpatched Horovod, and to the hooks of DDP and FSDP2, as compression.
+"""The classes that are passed as `compression` to an unpatched Horovod, and to DDP and FSDP2 hooks.
 
-Four classes, each bare or by `.using(...)`: what the name says travels. Horovod's seam is two
-functions, `compress(tensor) -> (tensor, ctx)` and `decompress(tensor, ctx)`, called on whatever
-object is passed. What is returned gets all-reduced, and nothing says which parameter it belongs
-to. So `compress` sends what it makes by collectives of its own and gives Horovod one zero to
-reduce; the rim finds out the parameter from its caller
-(`docs/decisions/0009`).
+Horovod calls two functions on what it is passed, `compress(tensor) -> (tensor, ctx)` and
+`decompress(tensor, ctx)`, and all-reduces the tensor in between; nothing tells which parameter it
+belongs to. So `compress` runs collectives of its own and returns one zero for Horovod to reduce;
+the rim reads the parameter from the calling frame (docs/decisions/0009).
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ def _as_written(method: Any) -> Any:
 
 
 class _Shown(type):
-    """The type of compressions: classes whose repr is the call that makes them."""
+    """The metaclass of compressions: the repr of a class is the expression that creates it."""
 
     def __repr__(cls) -> str:
         settings = getattr(cls, "settings", None)
@@ -81,6 +79,7 @@ class Compression(metaclass=_Shown):
     @classmethod
     def with_settings(cls, settings: Settings) -> type[Self]:
         """Return a new class with these settings."""
+        # A subclass of the bare class, also where this one is configured: no chain of classes.
         bare = vars(cls).get("_bare", cls)
         changed = _Shown(cls.__name__, (bare,), {"settings": settings, "_bare": bare})
         return cast("type[Self]", changed)
@@ -97,7 +96,8 @@ class Compression(metaclass=_Shown):
         """Called by Horovod."""
         if ctx is not None:
             return ctx.finish(tensor)
-        if getattr(tensor, "is_sparse", False):  # of torch: nobody asked how to send it
+        # Horovod gathers sparse gradients of torch without a call of `compress`.
+        if getattr(tensor, "is_sparse", False):
             _rim(tensor).count_sparse(sys._getframe(1))
         return tensor
 
@@ -145,7 +145,7 @@ class Compression(metaclass=_Shown):
 
     @classmethod
     def load_state_dict(cls, optimizer: Any, state: dict[str, Any]) -> None:
-        """Take over a state saved on the same rank; with another number of ranks, see synchronize.
+        """Load a state saved on the same rank; with another number of ranks, see synchronize.
 
         Then load any of the old states on every rank, each old one on at least one rank if it
         can be, and call synchronize.
@@ -279,14 +279,10 @@ class AutoCompression(Compression):
         return cls.with_settings(cls.settings.changed(**settings))
 
 
-def _again(bare: type[Compression], settings: Settings) -> type[Compression]:
-    return bare.with_settings(settings)
-
-
 def _reduced(compression: type[Compression]) -> Any:
-    """How a class is pickled: a configured one has no name by which it could be found."""
+    """Pickle a class by its bare class and settings: a configured one has no name to import."""
     if "_bare" in vars(compression):
-        return _again, (compression._bare, compression.settings)
+        return compression._bare.with_settings, (compression.settings,)
     return compression.__qualname__
 
 
@@ -317,7 +313,7 @@ def _kind(thing: Any) -> str:
 
 
 def _rim(thing: Any) -> ModuleType:
-    """The rim for a tensor or optimizer, by the framework its type (or a base) comes from."""
+    """The rim for a tensor or optimizer, by the framework that its type or a base comes from."""
     for base in type(thing).__mro__:
         if name := _RIMS.get(base.__module__.partition(".")[0]):
             try:

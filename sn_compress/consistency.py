@@ -1,25 +1,12 @@
-"""Whether all ranks say the same: their settings and tensors at the start, their weights later.
+"""Whether all ranks agree: on settings and tensors at the start, on parameters later.
 
-Ranks that differ end as a mismatch deep in the transport, a wait without end, or, where two tensors
-of one shape swap names silently. So each says what it has before anything depends on it.
+Where ranks differ, training ends in a mismatch deep in the transport or in a wait without end; or,
+where two tensors of one shape swap names, it silently goes wrong. So they are compared first.
 
-One all-reduce of whole numbers asks: the number of ranks that speak, pieces of a digest, and their
-squares. All are equal if and only if count * sum of squares = square of sum, which every rank sees
-alike. Only where they differ the words themselves travel, and every rank raises the same error. A
-rank that has joined adds zeros, and is not asked.
-
-Whether the ranks still have the same parameters, asked every so many steps.
-
-All ranks add the same mean to the same weights, so they stay alike to the bit without ever being
-compared. But a bit that turns over where one rank receives, in what travels compressed or plain,
-makes that rank another for ever, and nothing fails. A digest of the parameters, 17 words to sum,
-finds it. It costs one look at every weight: once in 100 steps, well below a thousandth of them.
-
-Waiting for a handle of Horovod's torch without taking the processor from who does the work.
-
-hvd.synchronize asks again and again and merely yields in between. With fewer cores than ranks the
-ranks that wait so hold up the threads they wait for: a test of gossip on four ranks and two cores
-took 41 to 77 s over Gloo's alltoall, and takes 20 to 22 asleep.
+One all-reduce of whole numbers does it: the number of ranks that take part, pieces of a digest, and
+their squares. All are equal if and only if count * sum of squares = square of sum (Cauchy-Schwarz),
+which every rank sees alike. Only where they differ the texts themselves travel, and every rank
+raises the same error. A rank that has joined adds zeros, and is not compared.
 """
 
 from __future__ import annotations
@@ -42,7 +29,7 @@ from .errors import CompressError
 Fingerprint = Sequence[tuple[str, str]]  # of what, and what of it: ("setting ratio", "100.0")
 Words = npt.NDArray[np.int64]
 
-_PIECES = 8  # of 16 bits: their squares, summed over 2**20 ranks, fit a word
+_PIECES = 8  # of a digest, 16 bits each: their squares, summed over 2**20 ranks, fit int64
 _SHOWN = 3  # differences in a message
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NOTHING = "nothing"
@@ -56,9 +43,9 @@ class Total(Protocol):
 
 
 def digest_words(fingerprint: Fingerprint | None) -> Words:
-    """What a rank adds to the sum that tells whether all say the same, [17] int64.
+    """What a rank adds to the sum that `all_equal` reads, [17] int64.
 
-    None is of a rank that is not asked: as one that has joined, it adds zeros.
+    None for a rank that is not compared: it adds zeros, as one that has joined does.
     """
     if fingerprint is None:
         return np.zeros(1 + 2 * _PIECES, np.int64)
@@ -68,7 +55,7 @@ def digest_words(fingerprint: Fingerprint | None) -> Words:
 
 
 def all_equal(total: Words) -> bool:
-    """Whether all ranks said the same, from the sum of what they asked."""
+    """Whether all ranks have the same digest, from the sum of their `digest_words`."""
     count, pieces, squares = int(total[0]), total[1 : 1 + _PIECES], total[1 + _PIECES :]
     return all(
         count * int(square) == int(piece) ** 2
@@ -79,10 +66,11 @@ def all_equal(total: Words) -> bool:
 def difference(
     fingerprint: Fingerprint | None, *, total: Total, rank: int, ranks: int, name: str
 ) -> str:
-    """Describe where ranks' fingerprints differ, with the same words on all ranks; blocks.
+    """Describe where ranks' fingerprints differ, in the same words on all ranks; blocks.
 
     All ranks call it, once they know that they differ.
     """
+    # Texts are gathered by sums, as the rim's all-reduce is all there is: each rank has a row.
     text = b"" if fingerprint is None else json.dumps(list(fingerprint)).encode()
     lengths = np.zeros(ranks, np.int64)
     lengths[rank] = len(text)
@@ -105,7 +93,7 @@ def _in_words(by_rank: dict[int, list[tuple[str, str]]]) -> str:
         for mine, theirs in zip_longest(by_rank[first], by_rank[other], fillvalue=("", _NOTHING)):
             if mine != theirs:
                 what = mine[0] or theirs[0]
-                # With other keys: what one rank has in this place, the other has not.
+                # Where keys differ, one rank has an entry in this place that the other lacks.
                 here, elsewhere = (
                     value if key in ("", what) else f"{key} {value}"
                     for key, value in (mine, theirs)
@@ -129,7 +117,7 @@ def agree(
 
 
 def fingerprint_of(record: Any, *, but: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """What a dataclass of settings says, all but some of its fields."""
+    """The fingerprint of a dataclass of settings, but for some of its fields."""
     left_out = set(but)
     return [
         (f"setting {field.name}", plain(getattr(record, field.name)))
@@ -144,7 +132,6 @@ def plain(value: Any) -> str:
 
 
 _WIDTH = 2**16  # words that are weighed at once: they stay in the cache
-_MASK = 2**64 - 1
 DO = (
     "Resume from an earlier checkpoint, or broadcast the parameters of one rank and reset the "
     "error memories. If it happens again, suspect a rank's memory or its network adapter. "
@@ -154,6 +141,11 @@ DO = (
 
 class ParameterCheck:
     """When to compare parameters, and the error if ranks differ; for one optimizer.
+
+    All ranks add the same mean to the same weights, so they stay equal to the bit. But a bit that
+    flips where one rank receives, compressed or plain, makes that rank differ for ever, and nothing
+    fails. A digest of the parameters, 17 words to sum, detects it, for one pass over the weights:
+    once in 100 steps that is well below a thousandth of their time.
 
     every : steps from one comparison to the next; 0 for none
     """
@@ -175,7 +167,7 @@ class ParameterCheck:
     @property
     def free_steps(self) -> int:
         """Steps from the next one on in which nothing is compared."""
-        return -self.steps % self.every if self.every else 2**62
+        return -self.steps % self.every if self.every else 2**62  # more than any run has
 
     def passed(self, at: int) -> None:
         """Note that all parameters were the same before step `at`, counted from 0."""
@@ -211,7 +203,7 @@ class ParameterCheck:
 
 @cache
 def weights() -> npt.NDArray[np.int64]:
-    """One odd number for each place in a stretch of words, [65536] int64."""
+    """An odd factor for each place of `_WIDTH` words, [65536] int64."""
     numbers = np.random.default_rng(2026).integers(-(2**62), 2**62, _WIDTH)
     return numbers * 2 + 1
 
@@ -221,8 +213,9 @@ def weigh(
 ) -> str:
     """Return a digest of [n] words of up to 32 bits, on any device: a sum weighted by odd numbers.
 
-    Modulo 2**64, so that a change of a single word is always detected, and one of several words is
-    missed with a probability of at most 2**-32, unless the bits depend on the weights.
+    Modulo 2**64, where odd numbers have inverses: a change of a single word is always detected, and
+    one of several words is missed with a probability of at most 2**-32, unless it is chosen by
+    someone who knows the weights.
 
     factors : `weights()`, of the same array library and device
     wide : makes int64 of words
@@ -233,7 +226,7 @@ def weigh(
         part = wide(words[start : start + _WIDTH])
         sums.append((part * factors[: len(part)]).sum())
     total = sum((2 * number + 1) * summed for number, summed in enumerate(fetch(sums)))
-    return f"{total & _MASK:016x}"
+    return f"{total % 2**64:016x}"
 
 
 def digest(values: npt.NDArray[Any]) -> str:
@@ -245,18 +238,20 @@ def digest(values: npt.NDArray[Any]) -> str:
     return weigh(words, weights(), wide, fetch)
 
 
-# Seconds between two questions: long enough to leave the core, and short beside what was waited for
-# already, so that a wait is little longer than what is waited for takes.
+# Seconds between two polls: long enough to leave the core, and a small share of the wait so far, so
+# that a wait is little longer than what is waited for.
 _SHORTEST, _LONGEST, _SHARE = 1e-4, 1e-3, 0.15
-WAIT_S = 1800.0  # longer than a rank takes that validates, or writes a checkpoint, alone
+WAIT_S = 1800.0  # longer than one rank takes to validate, or to write a checkpoint, alone
 
 
 def result_of(hvd: Any, handle: int, *, limit_s: float, what: str) -> Any:
-    """What hvd.synchronize(handle) returns or raises; `hvd` is horovod.torch.
+    """Wait for a handle of `hvd`, horovod.torch, asleep; CompressError after `limit_s` seconds.
+
+    hvd.synchronize polls and merely yields in between. With fewer cores than ranks, those that wait
+    so hold up the threads they wait for: a test of gossip on four ranks and two cores took 41 to
+    77 s over Gloo's alltoall, and takes 20 to 22 asleep.
 
     what : is waited for, in words
-
-    Raises CompressError after so many seconds: a rank does something else, and would for ever.
     """
     start = time.monotonic()
     while not hvd.poll(handle):
@@ -268,7 +263,7 @@ def result_of(hvd: Any, handle: int, *, limit_s: float, what: str) -> Any:
 
 
 def waited_message(what: str, limit_s: float) -> str:
-    """The message after a wait that was too long."""
+    """The error after a wait that was too long."""
     return (
         f"waited {limit_s:g} s for the other ranks, for {what}. They have exited, or never reach "
         "this call: ranks differ in the number of optimizers or steps, or only some take a branch. "

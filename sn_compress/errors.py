@@ -17,8 +17,8 @@ from importlib.util import find_spec
 class CompressError(ValueError):
     """A setting, tensor or call that cannot be carried out."""
 
-    # By it TensorFlow's AutoGraph knows that it may make the error anew, with its own trace in the
-    # message; of another constructor it makes an error of its own class.
+    # By this constructor TensorFlow's AutoGraph knows that it may raise the error anew, with its
+    # own trace in the message; with another one it raises an error of its own class.
     __init__ = Exception.__init__
 
 
@@ -43,4 +43,4 @@ class SaturationWarning(UserWarning):
 
 
 class UncalledWarning(UserWarning):
-    """Compression was asked for, and nothing calls it: gradients travel without."""
+    """Compression was requested, but nothing calls it: gradients travel uncompressed."""

@@ -16,7 +16,7 @@ METHODS = ("low_rank", "rows", "frequencies", "whole", "cast", "plain")
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """What a graph has sent of one tensor in each of some steps; `dense` and `sent` in bytes."""
+    """What a graph has sent of one tensor in each of `steps` steps; `dense`, `sent`: in bytes."""
 
     name: str
     elements: int
@@ -75,9 +75,8 @@ class Traffic:
     """
 
     def __init__(self) -> None:
-        # name -> elements, bytes uncompressed and sent, whether compressed
-        self._bytes: dict[str, tuple[int, int, int, bool]] = {}
-        self._fixed: dict[str, tuple[int, int]] = {}  # the same in every step
+        self._compressed: dict[str, int] = {}  # elements of tensors that were when sent last
+        self._fixed: dict[str, tuple[int, int]] = {}  # elements and bytes, the same in every step
         self._sent: set[str] = set()  # in the step still open
         self._steps = 0
         self._dense_sum = self._sent_sum = 0  # bytes over all steps
@@ -102,17 +101,18 @@ class Traffic:
         self._methods.setdefault(name, "plain")
 
     def sparse(self, name: str, elements: int, nbytes: int) -> None:
-        """Count a sparse gradient of so many values, which travelled with where they are."""
+        """Count a sparse gradient of `elements` values, which travelled with their indices."""
         self._count(name, elements, nbytes, compressed=False, dense=nbytes)
         self._methods[name] = "plain"
 
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
         """Note a tensor that travels uncompressed in every step of a traced function."""
+        # Added in `report`: no Python of ours runs in these steps that could count it.
         self._methods[name] = "plain"
         self._fixed[name] = elements, nbytes
 
     def overhead(self, nbytes: int) -> None:
-        """Count what is no gradient: what ranks agree on and compare, and what a tuner measures."""
+        """Count what is no gradient: agreement, comparison of parameters, measurements."""
         self._overhead += nbytes
 
     def ran(
@@ -122,10 +122,10 @@ class Traffic:
         relative: tuple[float, float],
         saturated: int = 0,
     ) -> bool:
-        """Count steps that a graph has run by itself; True when values saturated first.
+        """Count steps that a graph has run by itself; True if values saturated for the first time.
 
-        steps : of them, those that nothing else has counted
-        relative : the sum of their relative errors, and of how many steps
+        steps : those of them that nothing else has counted
+        relative : the sum of their relative errors, and the number of steps in it
         saturated : values that were clipped
         """
         if not any(tensor.steps for tensor in tensors):
@@ -146,12 +146,7 @@ class Traffic:
         for tensor in tensors:
             self._dense_sum += tensor.steps * tensor.dense
             self._sent_sum += tensor.steps * tensor.sent
-            self._bytes[tensor.name] = (
-                tensor.elements,
-                tensor.dense,
-                tensor.sent,
-                tensor.method != "plain",
-            )
+            self._note_compressed(tensor.name, tensor.elements, tensor.method != "plain")
             self._methods[tensor.name] = tensor.method
         self._relative_sum += relative[0]
         self._relative_count += round(relative[1])
@@ -159,11 +154,11 @@ class Traffic:
 
     @property
     def steps(self) -> int:
-        """Counted so far."""
+        """Steps counted so far."""
         return self._steps
 
     def payload(self, name: str | None, elements: int, stats: PayloadStats) -> bool:
-        """Count the payloads of a tensor; True when values saturated first."""
+        """Count the payloads of a tensor; True if values saturated for the first time."""
         self._count(name, elements, stats.nbytes, compressed=True)
         self._methods[name or ""] = stats.method
         if stats.energy is not None and stats.error is not None:
@@ -183,7 +178,7 @@ class Traffic:
         self._error += error
 
     def lost(self, energy: float, error: float) -> None:
-        """Take note of what tensors held and remembered in the step before, known only now."""
+        """Count energy and error of the step before, which a device had not computed by its end."""
         self._energy += energy
         self._error += error
 
@@ -197,6 +192,7 @@ class Traffic:
         dense: int | None = None,
     ) -> None:
         key, dense = name or "", 4 * elements if dense is None else dense
+        # A name that comes again begins a step.
         if key in self._sent or not self._sent:
             self._close_step()
             self._say()
@@ -208,9 +204,16 @@ class Traffic:
         self._now.dense += dense
         self._now.sent += nbytes
         self._now.compressed |= compressed
-        self._bytes[key] = elements, dense, nbytes, compressed
+        self._note_compressed(key, elements, compressed)
+
+    def _note_compressed(self, name: str, elements: int, compressed: bool) -> None:
+        if compressed:
+            self._compressed[name] = elements
+        else:
+            self._compressed.pop(name, None)
 
     def _close_step(self) -> None:
+        # A step with NaN or Inf has no relative error.
         if self._energy > 0 and math.isfinite(self._energy):
             self._relative_sum += math.sqrt(self._error / self._energy)
             self._relative_count += 1
@@ -251,11 +254,10 @@ class Traffic:
         settled.add(self._now)
         settled_sent = settled.sent + settled.steps * fixed_sent
         settled_dense = settled.dense + settled.steps * fixed_dense
-        compressed = [elements for elements, _, _, small in self._bytes.values() if small]
         return {
             "steps": self._steps,
-            "tensors": len(compressed),
-            "elements": sum(compressed),
+            "tensors": len(self._compressed),
+            "elements": sum(self._compressed.values()),
             "dense_bytes": round(dense),
             "payload_bytes": round(sent),
             "ratio": dense / sent if sent else 0.0,

@@ -1,9 +1,9 @@
-"""Saved states come from files that may be cut, forged, or of something else.
+"""Reading saved states, which come from files that may be truncated, forged, or something else.
 
-The obvious loader takes apart what it is given and lets Python complain: a KeyError here, an
-allocation of terabytes there, and half of it loaded. Here whatever is wrong is one CompressError,
-sizes are held against the arrays at hand before anything is made of that size, and nothing
-changes before all of it was read.
+The obvious loader indexes into what it gets and lets Python complain: a KeyError here, an
+allocation of terabytes there, and half of it loaded. Here any fault is one CompressError, sizes are
+checked against the arrays at hand before anything is allocated, and nothing changes before all was
+read.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ import numpy.typing as npt
 
 from .errors import CompressError
 
-_DEPTH = 32  # of dicts and lists in each other; ours have eight
+_DEPTH = 32  # of nested dicts and lists; ours have eight levels
+# What a wrong state raises where it is used; not BaseException, as Ctrl-C is no fault of a file.
 _FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
            ValueError, Warning, zipfile.BadZipFile)  # fmt: skip
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """What goes wrong inside, as a CompressError that says so."""
+    """Raise what goes wrong inside as a CompressError that names what was read."""
     try:
         yield
     except CompressError:
@@ -40,10 +41,10 @@ def reading(what: str) -> Iterator[None]:
 
 
 def held(node: Any, depth: int = 0) -> int:
-    """Elements of all arrays in dicts and lists: what sizes in a state are held against.
+    """Elements of all arrays in dicts and lists, to check the sizes in a state against.
 
-    Raises CompressError for arrays that show fewer elements as more, by strides of zero, which a
-    copy would have to make, and for a state too deep to be one.
+    Raises CompressError for arrays that repeat elements by strides of zero, as a copy of one would
+    allocate them all, and for a state that is nested too deeply.
     """
     if depth > _DEPTH:
         raise CompressError(f"a saved state of more than {_DEPTH} levels; expected a state_dict()")
@@ -68,6 +69,7 @@ def count(value: Any, what: str, *, low: int = 0, high: int = 2**62) -> int:
     """A saved whole number, or CompressError."""
     if isinstance(value, np.integer):
         value = int(value)
+    # True is an int for Python.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise CompressError(f"a saved {what} is {value!r}; expected {low} to {high}")
     return value
@@ -77,6 +79,7 @@ def shape(value: Any, what: str) -> tuple[int, ...]:
     """A saved shape, of at most 2**48 elements, or CompressError."""
     if not isinstance(value, (list, tuple)):
         raise CompressError(f"a saved {what} is {value!r}; expected a list of sizes")
+    # 2**48 elements are more than any memory holds; 64 axes are NumPy's limit.
     sizes = tuple(count(size, what, high=2**48) for size in value)
     if math.prod(sizes) > 2**48 or len(sizes) > 64:
         raise CompressError(f"a saved {what} is {value!r}; expected at most 2**48 elements")
@@ -91,7 +94,7 @@ def floats(value: Any, what: str, size: tuple[int, ...]) -> npt.NDArray[np.float
             f"saved {what} has shape {array.shape} and dtype {array.dtype}; expected {size}, "
             "float32. Was it saved with other settings, or for another layer?"
         )
-    with np.errstate(over="ignore"):
+    with np.errstate(over="ignore"):  # of float64 beyond float32, which is Inf below
         copy = np.array(array, np.float32, order="C")
     if not np.isfinite(copy).all():
         raise CompressError(f"saved {what} holds NaN or Inf; load another, or none")
@@ -108,6 +111,7 @@ def arrays_of(data: bytes) -> dict[str, npt.NDArray[Any]]:
     arrays = {}
     with reading("the file"), zipfile.ZipFile(io.BytesIO(data)) as file:
         for entry in file.infolist():
+            # A compressed entry may be a thousand times as large as the file.
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
                 raise CompressError(
                     f"{entry.filename!r} is compressed; expected a file of np.savez"
@@ -124,7 +128,7 @@ def arrays_of(data: bytes) -> dict[str, npt.NDArray[Any]]:
                 raise CompressError(
                     f"{entry.filename!r} declares {sizes} of {dtype}, contains {len(body)} bytes"
                 )
-            array = np.frombuffer(body, dtype) if body else np.zeros(0, dtype)
+            array = np.frombuffer(body, dtype) if body else np.zeros(0, dtype)  # no empty one
             arrays[entry.filename.removesuffix(".npy")] = array.reshape(
                 sizes, order="F" if by_columns else "C"
             )

@@ -1,8 +1,8 @@
 """Theta over time: how much is dropped at each step.
 
 Every rank must use the same theta at the same step, so a schedule is a function of the step. Values
-move on a ladder of few rungs: a payload's size follows from theta, and a size that changes every
-step would be negotiated anew every step.
+that fall or rise are rounded to a ladder of few rungs: a payload's size follows from theta, and
+Horovod negotiates a new size anew.
 
 `docs/convergence.md` has the condition under which dropping without error feedback converges.
 """
@@ -17,12 +17,12 @@ from typing import Protocol
 from .errors import CompressError
 
 _RUNGS_PER_HALVING = 4
-_LEAST_KEPT = 2**-10  # the lowest rung that a falling learning rate leads to
-_LOOKS = 2**12  # steps whose rate is looked at, to know what is kept on average
+_LEAST_KEPT = 2**-10  # the lowest rung, where a learning rate falls to 0
+_SAMPLES = 2**12  # steps at which `Annealed` asks for the rate, to know what is kept on average
 
 
 class Schedule(Protocol):
-    """Anything that says what to drop at a step."""
+    """Anything with a theta for each step."""
 
     def theta(self, step: int) -> float:
         """Fraction of coefficients dropped at this step (0 is the first), in [0, 1)."""
@@ -75,6 +75,7 @@ class Warmup:
     def theta(self, step: int) -> float:
         if step >= self.steps:
             return self.then.theta(step - self.steps)
+        # `dense` may be 1: then the ramp is below 0 at all steps.
         ramp = (step / self.steps - self.dense) / max(1 - self.dense, 1e-9)
         if ramp <= 0:
             return 0.0
@@ -84,7 +85,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Diminishing:
-    """The paper's: theta falls with the learning rate, so that what is lost falls with the steps.
+    """The paper's: theta falls with the learning rate, and so does what is lost.
 
     Parameters
     ----------
@@ -99,6 +100,8 @@ class Diminishing:
 
     def __post_init__(self) -> None:
         _check_theta(self.start)
+        if not 0 <= self.power < math.inf:  # else theta would leave [0, 1) while training
+            raise CompressError(f"Diminishing: power={self.power!r}; expected a power of 0 or more")
 
     def __repr__(self) -> str:
         return f"Diminishing(start={self.start!r}, rate={_called(self.rate)}, power={self.power!r})"
@@ -109,17 +112,17 @@ class Diminishing:
 
 @dataclass(frozen=True)
 class Annealed:
-    """What is kept falls with the learning rate, and is on average what a constant theta keeps.
+    """What is kept falls with the learning rate; its mean is that of a constant theta.
 
     What error feedback holds back reaches the weights late, times the learning rate of a step: the
-    same bytes, all steps together, do more while the rate is high. So this is for a run of known
-    length whose rate falls, with feedback; see docs/convergence.md.
+    same bytes, over all steps, do more while the rate is high. So this is for a run of known length
+    whose rate falls, with feedback; see docs/convergence.md.
 
     Parameters
     ----------
-    mean : the constant theta beside it: 1 - theta has the mean 1 - mean over all steps
+    mean : the constant theta that sends as much: 1 - theta has the mean 1 - mean over all steps
     rate : learning rate at a step over its highest value, a function into [0, 1]
-    steps : length of the run; its last theta stays afterwards
+    steps : length of the run; its last theta holds afterwards
     power : 1 - theta falls as rate**power, never below 2**-10. 6/7 is least in the sum of squared
         rate times error, where error falls as (1 - theta)**(-2/3)
 
@@ -141,14 +144,15 @@ class Annealed:
                 f"Annealed: steps={self.steps!r}, power={self.power!r}; expected at least one "
                 "step and a power above 0"
             )
-        looked = range(0, self.steps, -(-self.steps // _LOOKS))
-        total = math.fsum(_fraction(self, self.rate, step) ** self.power for step in looked)
+        sampled = range(0, self.steps, -(-self.steps // _SAMPLES))
+        total = math.fsum(_fraction(self, self.rate, step) ** self.power for step in sampled)
         if not total:
             raise CompressError(
                 "Annealed: rate(step) is 0 at every step; expected the learning rate as a "
                 "fraction of its highest value"
             )
-        object.__setattr__(self, "_highest", (1 - self.mean) * len(looked) / total)
+        # No field: it follows from them, and would be in the repr that ranks compare.
+        object.__setattr__(self, "_highest", (1 - self.mean) * len(sampled) / total)
 
     def __repr__(self) -> str:
         return (
@@ -173,7 +177,7 @@ def stays(schedule: Schedule, step: int) -> bool:
 
 
 def _called(rate: Callable[[int], float]) -> str:
-    """A function's name: as itself it shows its address, another one in every process."""
+    """A function's name for a repr: its own has an address, which differs between ranks."""
     return getattr(rate, "__qualname__", type(rate).__qualname__)
 
 

@@ -1,4 +1,4 @@
-"""What a user may set: one record for every rim, so that a word means the same in all of them."""
+"""What a user may set: one record for all frameworks, so that a word means the same in each."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ _KEYWORDS: dict[CompressionName, type] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What a compression is set to; which of these are its own, its TypedDict above says.
+    """The settings of a compression; its TypedDict above has those that users may set.
 
-    One record for all classes, as a model of costs asks about each with the others' defaults.
+    One record for all classes: `predict` asks about several, with the defaults of the others.
     """
 
     compression: CompressionName = "FFTCompression"
@@ -112,13 +112,13 @@ class Settings:
 
     @property
     def exchange(self) -> Exchange:
-        """How it travels: payloads all-gathered, words that an all-reduce sums, or casts."""
+        """What travels: payloads that are gathered, words that an all-reduce sums, or casts."""
         exchanges: dict[str, Exchange] = {"FFTCompression": "gather", "CastCompression": "cast"}
         return exchanges.get(self.compression, "shared")
 
     @property
     def tune(self) -> bool:
-        """Whether the clock decides what is compressed."""
+        """Whether measured seconds decide what is compressed."""
         return self.compression == "AutoCompression"
 
     def changed(self, **changes: Any) -> Settings:
@@ -133,7 +133,9 @@ class Settings:
         if changes.pop("mode", None) == "paper":
             changes = {**_AS_PUBLISHED, **changes}
         settings = replace(self, **changes)
-        if "span" not in changes and not settings._has_spans():
+        # Only blocks of an FFT are cut into spans: the default of 64 is none of the user's choice.
+        spans = settings.transform == "fft" and (settings.block or 0) >= (settings.span or 0)
+        if "span" not in changes and not spans:
             settings = replace(settings, span=None)
         settings.codec(threads=1)  # legal settings or an error here, not in mid-training
         check_settings(settings.ratio, settings.warmup, settings.every)
@@ -142,9 +144,12 @@ class Settings:
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
                 "least 1, and a factor above 0 up to 1"
             )
-        if lost := [key for key in ("feedback", "decay") if key in changes and settings._is_exact]:
+        # 16 bits round off at most 2**-8 of a value, which is not worth a memory of four bytes a
+        # parameter (docs/decisions/0103).
+        exact = settings.exchange == "cast" and settings.dtype != "fp8"
+        if unused := [key for key in ("feedback", "decay") if key in changes and exact]:
             raise CompressError(
-                f"CastCompression: {lost[0]}={changes[lost[0]]!r} has no effect with "
+                f"CastCompression: {unused[0]}={changes[unused[0]]!r} has no effect with "
                 f"dtype={settings.dtype!r}, of which nothing is remembered. Leave it out, or use "
                 "dtype='fp8'."
             )
@@ -154,15 +159,6 @@ class Settings:
                 "from 0 (never) up, and seconds above 0"
             )
         return settings
-
-    @property
-    def _is_exact(self) -> bool:
-        """Whether what is sent is so near to the gradient that the rest is not worth a memory."""
-        return self.exchange == "cast" and self.dtype != "fp8"
-
-    def _has_spans(self) -> bool:
-        """Whether blocks of this transform can be cut into FFTs of so many elements."""
-        return self.transform == "fft" and (self.block or 0) >= (self.span or 0)
 
     def _refuse_others(self, names: Iterable[str]) -> None:
         known = _types(self.compression)
@@ -179,7 +175,7 @@ class Settings:
             )
 
     def call(self) -> str:
-        """Return the call of `using` that makes these from the defaults; "" for the defaults."""
+        """Return the call of `using` that has these settings; "" for the defaults."""
         default = Settings(compression=self.compression)
         changes = [
             f"{name}={getattr(self, name)!r}"
@@ -189,7 +185,7 @@ class Settings:
         return f".using({', '.join(changes)})" if changes else ""
 
     def refuse_wait(self, where: str) -> None:
-        """Raise CompressError if wait_s is set where a process group of torch says how long."""
+        """Raise CompressError if wait_s is set where a process group has its own limit."""
         if self.wait_s != WAIT_S:
             raise CompressError(
                 f"wait_s={self.wait_s!r} has no effect with {where}; it waits as long as its "
@@ -206,10 +202,11 @@ class Settings:
         return Constant(self.theta) if isinstance(self.theta, float | int) else self.theta
 
     def fingerprint(self) -> list[tuple[str, str]]:
-        """Those that all ranks have to have alike, as `agreement` compares them."""
+        """What all ranks must have alike, for `consistency.agree`."""
+        # Ranks may differ in threads and in how long they wait: no bit depends on these.
         fingerprint = fingerprint_of(self, but=("threads", "wait_s"))
         if self.exchange == "gather" and self.codec(1).version > VERSION:
-            # The last bits of an FFT over a whole vector are the library's.
+            # The last bits of an FFT over a whole vector depend on the library's version.
             fingerprint.append(("version of SciPy", scipy.__version__))
         return fingerprint
 
@@ -242,12 +239,14 @@ def _types(compression: CompressionName) -> dict[str, Any]:
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value is of an annotation made of Literal, unions and classes."""
     if get_origin(kind) is Literal:
-        return any(value is one or (isinstance(value, str) and value == one) for one in _of(kind))
+        # By identity: 1 equals True, and an array has no single truth.
+        allowed = get_args(kind)
+        return any(value is one or (isinstance(value, str) and value == one) for one in allowed)
     if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, one) for one in _of(kind))
-    if kind is Schedule:  # a protocol: whatever tells theta
+        return any(_fits(value, one) for one in get_args(kind))
+    if kind is Schedule:  # a protocol, which isinstance does not check
         return callable(getattr(value, "theta", None))
-    if kind in (int, float):
+    if kind in (int, float):  # NumPy's numbers, too
         number = Integral if kind is int else Real
         return isinstance(value, number) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -256,15 +255,11 @@ def _fits(value: Any, kind: Any) -> bool:
 def _words(kind: Any) -> str:
     """Describe an annotation in words."""
     if get_origin(kind) is Literal:
-        return " or ".join(map(repr, _of(kind)))
+        return " or ".join(map(repr, get_args(kind)))
     if get_origin(kind) in (Union, UnionType):
-        return " or ".join(map(_words, _of(kind)))
+        return " or ".join(map(_words, get_args(kind)))
     known = {bool: "True or False", int: "a whole number", float: "a number", NoneType: "None"}
     return known.get(kind, "a schedule of sn_compress.schedule")
-
-
-def _of(kind: Any) -> tuple[Any, ...]:
-    return get_args(kind)
 
 
 _SHARED = {"ratio", "warmup", "every", "min_elements", "feedback", "decay"}
@@ -277,11 +272,11 @@ _AS_PUBLISHED = {
 
 
 _FOR_GOOD = 2**62  # steps
-_AHEAD = 2**12  # steps looked ahead for another theta
+_AHEAD = 2**12  # steps for which a schedule is asked in advance whether theta changes
 
 
 class ThetaInTime:
-    """The codec of each step."""
+    """Theta and the codec of each step, by a count of steps."""
 
     def __init__(self, settings: Settings, threads: int) -> None:
         self._settings, self._threads = settings, threads
@@ -290,7 +285,7 @@ class ThetaInTime:
         self._codecs: dict[float, FFTCodec] = {}
 
     def refuse_unnamed(self) -> None:
-        """Raise CompressError if theta changes: for a gradient whose steps nothing counts."""
+        """Raise CompressError if theta changes, for a gradient without a name to count steps by."""
         if not self._settings.fixed:
             raise CompressError(
                 f"got a gradient without a name, but theta={self._settings.theta!r} depends on the "
@@ -337,10 +332,7 @@ class ThetaInTime:
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned; {} leaves all as it is.
-
-        Raises CompressError, and changes nothing, if it is not that.
-        """
+        """Load what state_dict returned; {} changes nothing, nor does a CompressError."""
         if self._settings.fixed or not state:
             return
         with reading("the place in the schedule"):
@@ -349,7 +341,7 @@ class ThetaInTime:
 
     @contextmanager
     def loading(self, state: Any) -> Iterator[None]:
-        """Take over what a saved state holds of it under "theta", unless its rest does not fit."""
+        """Load "theta" of a saved state, and undo that if loading the rest raises."""
         before = self.state_dict()
         self.load_state_dict(state.get("theta", {}) if isinstance(state, dict) else {})
         try:

@@ -1,4 +1,4 @@
-"""Rows as people read them: columns as wide as what is in them, the first at the left."""
+"""Tables as text, with columns as wide as their cells."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ def text_table(
     rows: Iterable[Sequence[str | float | None]],
     formats: Sequence[str] = (),
 ) -> str:
-    """Lines of a table; the first column is a name, the others are aligned at the right.
+    """The lines of a table; the first column, a name, is left-aligned, the others right-aligned.
 
-    A shorter row is filled up with nothing. Numbers are written as the format of their column says;
-    None, and a format that is missing, are nothing.
+    A shorter row ends in empty cells. Numbers take the format of their column, if it has one; None
+    is an empty cell.
 
     >>> print(text_table(["method", "ms", "ratio"], [["plain", "12.5", "1.0"], ["fp16", "7.0"]]))
     method    ms  ratio

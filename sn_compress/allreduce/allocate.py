@@ -1,16 +1,15 @@
-"""What of each tensor travels, so that a whole model's gradient fits a number of words.
+"""How much of each tensor travels, so that a whole model's gradient fits a budget of words.
 
-One rank for all tensors, as PowerSGD has it, spends as much on a matrix whose gradient is nearly
-of rank one as on one whose is not. Directions are bought here one by one, always the one that
-catches the largest share of its tensor's energy per word, until the budget is spent. A matrix
-whose energy lies in few rows, as that of an embedding does, sells rows in place of directions; a
-convolution's tensor whose energy lies in few frequencies of its kernels, directions of these.
-
-Whether a tensor's gradient has outgrown its size: what a rank sees of it, and the ranks' votes.
+One rank for all tensors, as in PowerSGD, spends as much on a matrix whose gradient is nearly of
+rank one as on others. Here directions are bought one by one, always the one that catches the
+largest share of its tensor's energy per word, until the budget is spent. Where energy lies in few
+rows, as an embedding's does, rows are bought instead of directions; where a convolution's lies in
+few frequencies of its kernels, directions of these.
 
 A size is chosen from the gradient of one step, which may lie in few directions by chance, or
 because its loss has hardly begun. Then what is not sent piles up: the memory holds several
-gradients where it was to hold one, and training follows late.
+gradients in place of about one, and training lags behind. So ranks vote from time to time whether a
+tensor has outgrown its size.
 """
 
 from __future__ import annotations
@@ -40,9 +39,9 @@ from .methods.frequencies import Frequencies, kernels_of, waves
 from .methods.low_rank import LowRank
 from .methods.rows import Rows
 
-# Elements of a vector, such as a bias or the weights of a norm, from which on it is compressed. A
-# vector has no low rank, models have many small ones, and all together they are little: travelling
-# plain with the others costs less than what would be saved.
+# Elements from which a vector, such as a bias or the weights of a norm, is compressed. A vector has
+# no low rank, and models have many small ones that together are little: sending them plain costs
+# less than compressing would save.
 VECTOR = 2**16
 
 
@@ -56,11 +55,11 @@ def check_settings(ratio: float, warmup: int, every: int) -> None:
 
 
 def is_large(shape: Sequence[int], min_elements: int) -> bool:
-    """Whether a tensor is worth compressing: the rule of every class and every seam."""
+    """Whether a tensor is worth compressing: the same rule for all compressions and frameworks."""
     return _is_large(tuple(shape), min_elements)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # asked for each gradient in each step
 def _is_large(shape: tuple[int, ...], min_elements: int) -> bool:
     is_vector = sum(side > 1 for side in shape) <= 1
     return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
@@ -70,10 +69,10 @@ Words = npt.NDArray[np.int32]
 Kind = Literal["low_rank", "rows", "frequencies"]
 
 METHODS: tuple[Kind, ...] = get_args(Kind)
-MOST = 64  # directions looked at
-MOST_FREQUENCIES = 256  # of them, which are about a quarter as long
-_SILENT = 0  # in a rank's place, of one that has joined
-_HEADER = 3  # words: ranks that speak, the checksum, and a digest of the shapes
+MOST = 64  # directions of a curve; no tensor gets more
+MOST_FREQUENCIES = 256  # the same of frequencies, whose directions are about a quarter as long
+_JOINED = 0  # in the slot of a rank that has joined; those of others count from 1
+_HEADER = 3  # words: the number of ranks that have not joined, the checksum, a digest of shapes
 
 
 @dataclass(frozen=True)
@@ -82,9 +81,9 @@ class Allocation:
 
     Attributes
     ----------
-    shape : the tensor's, as it is made a matrix
+    shape : the tensor's; `cut` makes it a matrix
     size : directions, or rows that each rank names; 0 is the whole tensor
-    method : what is sent: directions, rows, or directions of frequencies
+    method : what the size counts: directions, rows, or directions of frequencies
     """
 
     shape: tuple[int, ...]
@@ -97,7 +96,7 @@ class Allocation:
         return self.size == 0 and min(cut(self.shape)) > 1
 
     def part(self) -> Method:
-        """What sends it."""
+        """The method with these settings, of this tensor alone."""
         if self.size == 0:
             return Dense([(1, math.prod(self.shape))])
         if self.method == "frequencies" and (kernels := kernels_of(self.shape)) is not None:
@@ -127,11 +126,12 @@ class EnergyCurve:
         """Of directions, measured on a mean gradient that all ranks know, [n]."""
         rows, columns = cut(shape)
         most = min(rows, columns, MOST)
-        finite = np.isfinite(mean).all() and mean.any()
-        if not finite or most < 2:
+        known = np.isfinite(mean).all() and mean.any()
+        if not known or most < 2:
             return cls(tuple(shape), np.full(most, 1 / most))
         sigma = _singular_values(mean.reshape(rows, columns), most)
         energy = np.square(sigma, dtype=np.float64)
+        # Of the whole norm: shares of the leading directions alone need not add up to 1.
         return cls(tuple(shape), energy / np.square(mean, dtype=np.float64).sum())
 
     @classmethod
@@ -185,9 +185,9 @@ class EnergyCurve:
 
 
 def better(low_rank: EnergyCurve, rows: EnergyCurve, words: float, ranks: int) -> EnergyCurve:
-    """Rows, if half as many words of them catch more than all the words in directions.
+    """Rows, if half of the words spent on rows catch more than all of them on directions.
 
-    Half, as a curve shows the best rows, and ranks name those they owe, some of them twice.
+    Half, as a curve has the best rows, while ranks name those that they owe, some of them twice.
     """
     by_rows = rows.caught(rows.largest(int(words / 2), ranks), ranks)
     by_rank = low_rank.caught(max(1, low_rank.largest(int(words), ranks)), ranks)
@@ -199,7 +199,7 @@ def with_frequencies(
 ) -> EnergyCurve:
     """Frequencies, if as many words of them catch more.
 
-    Of both an exchange catches about as much of what the curve shows: seven to eight tenths
+    An exchange catches about the same part of what either curve shows: seven to eight tenths
     (docs/decisions/0030).
     """
     if frequencies is None:
@@ -211,7 +211,7 @@ def with_frequencies(
 
 
 def budget(taken: int, left_out: float, ratio: float) -> int:
-    """Words for tensors of `taken` elements, beside others that send a word for each element."""
+    """Words for tensors of `taken` elements, where others send a word for each element."""
     return max(0, int((taken + left_out) / ratio - left_out))
 
 
@@ -220,26 +220,27 @@ def allocate(curves: Mapping[str, EnergyCurve], words: int, ranks: int) -> dict[
 
     words : budget of 4-byte words over all these tensors; the smallest sizes may exceed it
     """
+    # Each tensor has a size of at least 1: what never travels would pile up in its memory.
     chosen = {name: 0 if curve.flat else 1 for name, curve in curves.items()}
-    remaining = words - sum(_words(curves[name], rank, ranks) for name, rank in chosen.items())
-    # Ties by name: every rank decides alike.
-    queue = [(-_gain(curves[name], 1, ranks), name) for name, rank in chosen.items() if rank]
+    remaining = words - sum(_words(curves[name], size, ranks) for name, size in chosen.items())
+    # Ties go by name, so that every rank decides alike.
+    queue = [(-_gain(curves[name], 1, ranks), name) for name, size in chosen.items() if size]
     heapq.heapify(queue)
     while queue:
         _, name = heapq.heappop(queue)
-        curve, rank = curves[name], chosen[name]
-        price = _words(curve, rank + 1, ranks) - _words(curve, rank, ranks)
+        curve, size = curves[name], chosen[name]
+        price = _words(curve, size + 1, ranks) - _words(curve, size, ranks)
         if price > remaining:
-            continue
+            continue  # not pushed again, as words only get fewer; others may still be cheap enough
         remaining -= price
-        chosen[name] = rank + 1
-        if rank + 1 < curve.most(ranks):
-            heapq.heappush(queue, (-_gain(curve, rank + 1, ranks), name))
+        chosen[name] = size + 1
+        if size + 1 < curve.most(ranks):
+            heapq.heappush(queue, (-_gain(curve, size + 1, ranks), name))
     return chosen
 
 
 def words_of(shape: Sequence[int], size: int, ranks: int, method: Kind = "low_rank") -> list[int]:
-    """Return the words that a tensor sends by itself in each round at a size; 0 is dense."""
+    """Return the words of each round of a tensor that travels alone, at a size; 0 is dense."""
     rows, columns = cut(shape)
     if size == 0:
         return [HEAD + 1 + Digits.of(ranks, fine=True).words(rows * columns)]
@@ -257,7 +258,7 @@ def _words(curve: EnergyCurve, size: int, ranks: int) -> int:
 
 
 def _gain(curve: EnergyCurve, size: int, ranks: int) -> float:
-    """Share of energy per word that what is bought after `size` catches."""
+    """Share of energy per word of what is bought next at `size`."""
     if size >= curve.most(ranks):
         return 0.0
     price = _words(curve, size + 1, ranks) - _words(curve, size, ranks)
@@ -281,9 +282,8 @@ def _singular_values(matrix: Floats, count: int) -> Floats:
 def encode_sizes(chosen: Mapping[str, Allocation], *, ranks: int, rank: int) -> Words:
     """Return this rank's addend to the sum that agrees on sizes, [3 + ranks * tensors] int32.
 
-    Every rank has computed sizes from floats whose last bits may differ. Each writes its sizes into
-    a slot that the others leave at zero, and all take those of the first rank that has not joined,
-    so that all use the sizes of one rank.
+    Ranks have computed sizes from floats whose last bits may differ. Each writes its own into a
+    slot that the others leave at zero, and all use those of the first rank that has not joined.
     """
     if not 0 <= rank < ranks:
         raise CompressError(f"rank={rank!r} of {ranks}; expected 0 to {ranks - 1}")
@@ -299,7 +299,7 @@ def encode_sizes(chosen: Mapping[str, Allocation], *, ranks: int, rank: int) -> 
 def decode_sizes(
     total: Words, shapes: Mapping[str, Sequence[int]], *, ranks: int
 ) -> dict[str, Allocation]:
-    """Return the sizes that all ranks take, from the sum over ranks of `encode_sizes`.
+    """Return the sizes that all ranks use, from the sum over ranks of `encode_sizes`.
 
     Raises PayloadError where the sum is damaged, and CompressError where ranks have other tensors;
     either way all of them do.
@@ -310,7 +310,7 @@ def decode_sizes(
             f"{len(shapes)} tensors, {ranks} ranks. Do all ranks have the same tensors?"
         )
     slots = total[_HEADER:].reshape(ranks, -1)
-    spoken = (slots != _SILENT).all(axis=1)
+    spoken = (slots != _JOINED).all(axis=1)
     sound = (int(word_sum(total)) - int(total[1])) % PRIME == 0
     if not sound or not spoken.any() or spoken.sum() != total[0]:
         raise PayloadError(
@@ -328,7 +328,7 @@ def decode_sizes(
     for name, word in zip(sorted(shapes), slots[int(spoken.argmax())].tolist(), strict=True):
         size, which = divmod(word - 1, len(METHODS))
         method = METHODS[which]
-        lowest = 0 if method == "low_rank" else 1
+        lowest = 0 if method == "low_rank" else 1  # a whole tensor is written as low rank of none
         if not lowest <= size <= largest(shapes[name], method):
             raise PayloadError(
                 f"size {size} of {name!r}, {method} of {tuple(shapes[name])}: corrupt, or two "
@@ -353,9 +353,9 @@ def _digest(shapes: Mapping[str, Sequence[int]]) -> int:
     return zlib.crc32(text.encode()) % PRIME
 
 
-# Steps behind a choice: the first look at what the memories hold, and the first vote. Both come
-# again at twice the time, and so on, so that a size is doubted at most as late as it has served. A
-# vote costs few words, and none where no size is small; in TensorFlow, whose graphs do not vote, it
+# Steps after a choice of sizes: the first look at what the memories hold, and the first vote. Each
+# next one comes at twice the time, so a wait is never longer than a size has served already. A vote
+# costs few words, and none where no size is small; in TensorFlow, whose graphs do not vote, it
 # costs tracing the step again.
 LOOK, VOTE = 25, 50
 # Norm of a memory over that of a gradient. Where k directions travel of K that carry a gradient,
@@ -363,8 +363,8 @@ LOOK, VOTE = 25, 50
 # catches most of the energy leaves 0.3 to 3; small nets whose sizes came from an unlucky step had 5
 # to 9, and learned ten times worse.
 MOST_HELD = 4.0
-# That over the same of the tensors that got their part of the words. Where noise has as many
-# directions as a matrix, or the ratio is high, all of them hold several gradients, and to choose
+# That over the same of the tensors that got their even part of the words. Where noise has as many
+# directions as a matrix, or the ratio is high, all tensors hold several gradients, and to choose
 # anew would only take from others: small LSTMs, transformers and convolutions had up to 2.6 in
 # ordinary training, nets as above 4 and more.
 MOST_OVER_OTHERS = 3.0
@@ -374,12 +374,12 @@ SMALL = 0.5
 
 
 def looks(since: int) -> bool:
-    """Whether the step that is `since` behind the choice is one of a look."""
+    """Whether memories are looked at in the step that is `since` steps after the choice."""
     return since >= LOOK and since == _next(LOOK, since - 1)
 
 
 def next_vote(since: int) -> int:
-    """The first step of a vote later than `since` steps behind the choice; all are of a look."""
+    """The next step of a vote, counted from the choice, after `since`; all have a look, too."""
     return _next(VOTE, since)
 
 
@@ -388,7 +388,7 @@ def _next(first: int, since: int) -> int:
 
 
 def is_small(size: Allocation, even: float, ranks: int) -> bool:
-    """Whether a size is less than half of `even` words; that of all of a tensor never is."""
+    """Whether a size has less than half of `even` words; that of a whole tensor never has."""
     return size.size > 0 and sum(words_of(size.shape, size.size, ranks, size.method)) < SMALL * even
 
 
@@ -406,14 +406,17 @@ def is_outgrown(held: float, held_by_others: Iterable[float]) -> bool:
 
 
 def votes(outgrown: Sequence[bool]) -> Words:
-    """What a rank adds to the sum of votes, [2 + tensors] int32; one that has joined adds zeros."""
+    """What a rank adds to the sum of votes, [2 + tensors] int32; one that has joined adds zeros.
+
+    Words: ranks that have not joined, the checksum, and a vote for each tensor.
+    """
     words = np.array([1, 0, *outgrown], np.int32)
     words[1] = int(word_sum(words))
     return words
 
 
 def majority(total: Words, tensors: int) -> list[bool]:
-    """For each tensor whether more than half of the ranks that spoke find it outgrown.
+    """For each tensor, whether more than half of the ranks that voted find it outgrown.
 
     Raises PayloadError where the sum is damaged, on every rank.
     """

@@ -1,17 +1,16 @@
-"""Bucket: the tensors of one step, by how they travel, so that each round is one all-reduce.
+"""Bucket: the tensors of one step, grouped by method, so that each round is one all-reduce.
 
-The head of a round is two words: how many ranks have numbers that are not finite, and a checksum
-that is linear in the words, so that the sum of the ranks' must be that of the sum. A step in which
-a rank had none is lost on all of them: its mean is NaN, and everything stays as it was.
+A round begins with two words: how many ranks have NaN or Inf, and a checksum. The checksum is
+linear in the words, so the sum of all ranks' checksums must be the checksum of the sum. A step in
+which a rank has NaN or Inf is lost on all of them: the mean is NaN, and all state stays as it was.
 
-Nothing is kept here, read, or changed but what the caller hands over to be. So a library that runs
-a graph, as TensorFlow does, can have a step traced into one; `state.py` keeps what lies between
-steps for libraries that do not.
+A bucket keeps nothing between steps, and reads no value back from a device. So a library that runs
+graphs, as TensorFlow does, can trace a step; for others, `state.py` keeps what lies between steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -27,14 +26,14 @@ from .methods.base import HEAD, Array, Method, Outcome, Send, State, Step, Summe
 
 @dataclass(frozen=True)
 class Result:
-    """What a step has made; tensors in the order of the bucket.
+    """The result of a step; tensors in the order of the bucket.
 
     Attributes
     ----------
     residuals, mean : [rows, columns] float32 of each; see Outcome
     state : the next step's; the old one if this was lost
-    lost : 0-d bool: a rank had numbers that are not finite; `residuals` is undefined then
-    damaged : 0-d bool: a sum does not have the sum of the checksums, an error
+    lost : 0-d bool: a rank had NaN or Inf; `residuals` is undefined then
+    damaged : 0-d bool: a checksum does not match its sum
     energy : 0-d, the squared norm of gradients and memories; None where there were no memories
     sent : 0-d, the same minus the squared norm of the residuals
     """
@@ -50,7 +49,7 @@ class Result:
     def numbers(self) -> Array:
         """[4] float64: lost and damaged as 0 or 1, energy, sent."""
         values = (self.lost, self.damaged, self.energy, self.sent)
-        if isinstance(self.lost, np.bool_ | np.ndarray):
+        if isinstance(self.lost, np.bool_ | np.ndarray):  # one call in place of five
             return np.array(values, np.float64)
         xp = namespace(self.lost)
         return xp.stack([xp.astype(number, xp.float64) for number in values])
@@ -61,21 +60,16 @@ Rounds = Generator[Array, Array, Result]
 
 @lru_cache(maxsize=256)
 def bucket_of(parts: tuple[Method, ...]) -> tuple[Bucket, tuple[int, ...]]:
-    """Parts taken together by class, and which tensor is at each place of the bucket.
-
-    Parts are kept by settings: the same ones make the same bucket.
-    """
+    """A bucket in which parts of one class are merged, and which tensor is at each place of it."""
+    # By first appearance, never by hash: the words of a round have to lie alike on all ranks.
     kinds = list(dict.fromkeys(type(part) for part in parts))
     order = [at for kind in kinds for at, part in enumerate(parts) if type(part) is kind]
-    groups = [kind.together([part for part in parts if type(part) is kind]) for kind in kinds]
-    return Bucket([part for group in groups for part in group]), tuple(order)
+    merged = [kind.together([part for part in parts if type(part) is kind]) for kind in kinds]
+    return Bucket(merged), tuple(order)
 
 
 class Bucket:
-    """Parts side by side.
-
-    parts : in any order; at least one
-    """
+    """One or more methods side by side, each for a part of the tensors."""
 
     def __init__(self, parts: Sequence[Method]) -> None:
         self.parts = tuple(parts)
@@ -137,19 +131,22 @@ class Bucket:
         Parameters
         ----------
         state : what ranks share, as `begin` or the last step left it
-        gradients, memories : of each tensor, [n] float32; without memories the gradients are the
-            step's own, [rows, columns], and hold the residuals in the end
+        gradients, memories : of each tensor, [n] float32; without memories, gradients are
+            [rows, columns], and the step overwrites them with the residuals
         ranks, rank : how many may add to the sum; which of them this is, where it matters
         decay : factor on the memories before they are added
         exact : the same bits on ranks of unlike hardware
-        added, outs : where to write gradient plus memory, and the means; both may be new arrays,
-            and `outs` the gradients
+        added, outs : buffers for gradient plus memory, and for the means; None allocates them, and
+            `outs` may be the gradients
 
         Every rank makes the same call. Ranks that are fed the same sums return the same bits.
         """
         energy: Array | None = None
         compiled = None
         with full_fp32_matmul(gradients[0]):
+            # One call of the extension for each round, where one part of NumPy arrays is all there
+            # is. Beside other parts it would change the last digits of the report, as C++ sums
+            # energies in float64 (docs/decisions/0094).
             if memories is not None and not exact and _one_thread_of_host(self.parts, gradients):
                 compiled = self.parts[0].compiled_step(
                     state=self._states(state)[0], gradients=gradients, memories=memories,
@@ -160,26 +157,40 @@ class Bucket:
             else:
                 if memories is not None:
                     gradients, energy = self._added(gradients, memories, decay, added)
-                    outs = self._shaped(outs)
-                steps = self._steps(state, gradients, outs, ranks=ranks, rank=rank, exact=exact)
+                    if outs is not None:
+                        pairs = zip(outs, self.shapes, strict=True)
+                        outs = [namespace(out).reshape(out, shape) for out, shape in pairs]
+                into = [None] * len(self.parts) if outs is None else self._by_part(outs)
+                steps = [
+                    part.step(of_part, mine, ranks=ranks, rank=rank, exact=exact, outs=out)
+                    for part, of_part, mine, out in zip(
+                        self.parts, self._states(state), self._by_part(gradients), into, strict=True
+                    )
+                ]
             sends = {place: next(step) for place, step in enumerate(steps)}
-            xp = namespace(next(iter(sends.values())).words)
+            xp = namespace(sends[0].words)
             energy = sends[0].energy if energy is None else energy
-            # Where it is a number in float32 no product with directions is too large, so that a
-            # step is not lost when some parts of it have ended.
+            # Products with orthonormal directions have at most this norm. So where it is finite in
+            # float32 no later round overflows: a step is lost in its first round or not at all.
             finite = None if energy is None else xp.isfinite(energy)
             words = _round(sends, finite)
         ended: dict[int, Outcome] = {}
         lost = damaged = None
+        # Parts have one round or two: those that go on travel together in the next one.
         while sends:
             total = yield words
             if total.shape != words.shape:
-                raise wrong_size(total, words)
+                raise CompressError(
+                    f"got {total.shape[0]} summed words; expected {words.shape[0]}. Do all ranks "
+                    "run the same version with the same settings?"
+                )
             with full_fp32_matmul(gradients[0]):
                 bad = (word_sum(total) - xp.astype(total[1], xp.int64)) % PRIME != 0
                 gone = total[0] != 0
                 lost = gone if lost is None else lost | gone
                 damaged = bad if damaged is None else damaged | bad
+                # No branch on `lost`, whose value may still be on its way from a device: a factor
+                # of NaN makes the means of a lost step NaN.
                 one = xp.ones_like(total[0], dtype=xp.float32)
                 poison = xp.where(lost, one * float("nan"), one)
                 following, at = {}, HEAD
@@ -192,6 +203,7 @@ class Bucket:
                     at = end
                 sends = following
                 words = _round(sends, finite) if sends else words
+        # Shared state is selected here, memories by the caller, who has the old ones.
         outcomes = [ended[place] for place in range(len(steps))]
         with full_fp32_matmul(gradients[0]):
             new = self._named(outcome.state for outcome in outcomes)
@@ -223,31 +235,6 @@ class Bucket:
             energy = square if energy is None else energy + square
         return matrices, energy
 
-    def _shaped(self, outs: Sequence[Array] | None) -> list[Array] | None:
-        if outs is None:
-            return None
-        xp, pairs = namespace(outs[0]), zip(outs, self.shapes, strict=True)
-        return [xp.reshape(out, shape) for out, shape in pairs]
-
-    def _steps(
-        self,
-        state: State,
-        matrices: Sequence[Array],
-        outs: Sequence[Array] | None,
-        *,
-        ranks: int,
-        rank: int | None,
-        exact: bool,
-    ) -> list[Step]:
-        """Each part's step, not started."""
-        into = self._by_part(outs) if outs is not None else [None] * len(self.parts)
-        return [
-            part.step(of_part, mine, ranks=ranks, rank=rank, exact=exact, outs=out)
-            for part, of_part, mine, out in zip(
-                self.parts, self._states(state), self._by_part(matrices), into, strict=True
-            )
-        ]
-
     def _by_part(self, values: Sequence[Any]) -> list[Sequence[Any]]:
         """Split a list by parts: the values of each part's tensors."""
         by_part, at = [], 0
@@ -256,7 +243,8 @@ class Bucket:
             at += len(part.shapes)
         return by_part
 
-    def _named(self, states: Any) -> State:
+    def _named(self, states: Iterable[State]) -> State:
+        """The states of all parts as one, whose names begin with the number of the part."""
         return {
             f"{place}.{name}": value
             for place, state in enumerate(states)
@@ -276,7 +264,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What `traced_step` has made; tensors in the order of the bucket.
+    """The result of `traced_step`; tensors in the order of the bucket.
 
     Attributes
     ----------
@@ -302,7 +290,10 @@ def traced_step(
     decay: float = 1.0,
     exact: bool = False,
 ) -> Generator[Array, Array, StepResult]:
-    """Run a step of a graph, which keeps the old state if the step is lost; see Bucket.step."""
+    """A step of a graph; see Bucket.step.
+
+    A graph cannot undo a step when it is known to be lost, so the old state is selected in it.
+    """
     for gradient, shape in zip(gradients, bucket.shapes, strict=True):
         check(gradient, shape)
     result = yield from bucket.step(
@@ -321,22 +312,26 @@ def traced_step(
 
 
 def _one_thread_of_host(parts: Sequence[Method], gradients: Sequence[Array]) -> bool:
-    """Whether a step can be compiled whole: of one part, of NumPy arrays."""
+    """Whether the extension may do a step: one part, NumPy arrays, one thread.
+
+    A compiled round runs on one thread; products outside of it are spread over all there are.
+    """
     of_numpy = all(type(gradient) is np.ndarray for gradient in gradients)
     return len(parts) == 1 and of_numpy and host_threads(gradients[0]) == 1
 
 
 def _round(sends: dict[int, Send], finite: Array | None) -> Array:
-    """The words of a round with their head; zeros but for the first one without numbers."""
+    """The words of a round with their head; where this rank has NaN or Inf, only that it has."""
     pieces = list(sends.values())
     xp = namespace(pieces[0].words)
     finite = pieces[0].finite if finite is None else pieces[0].finite & finite
     for piece in pieces[1:]:
         finite = finite & piece.finite
     body = xp.concat([piece.words for piece in pieces])
+    # What a float that is not finite becomes as an integer differs between processors.
     body = xp.where(finite, body, xp.zeros_like(body))
     lost = xp.reshape(xp.astype(~finite, xp.int32), (1,))
-    words = xp.concat([lost, xp.zeros_like(lost), body])
+    words = xp.concat([lost, xp.zeros_like(lost), body])  # word_sum leaves its own place out
     check = xp.reshape(xp.astype(word_sum(words), xp.int32), (1,))
     return xp.concat([lost, check, body])
 
@@ -348,12 +343,3 @@ def check(gradient: Array, shape: tuple[int, int]) -> None:
             f"exchange: got a gradient of shape {tuple(gradient.shape)}; expected "
             f"({shape[0] * shape[1]},)"
         )
-
-
-def wrong_size(total: Array, words: Array) -> CompressError:
-    """The error for a sum that is of other words."""
-    error: CompressError = CompressError(
-        f"got {total.shape[0]} summed words; expected {words.shape[0]}. Do all ranks run the same "
-        "version with the same settings?"
-    )
-    return error

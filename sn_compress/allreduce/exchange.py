@@ -1,12 +1,12 @@
 """The shared exchange of a whole model: dense steps first, then a size for every tensor.
 
-A few dense steps begin the training: they are where compression hurts most, and they show every
-rank the same mean gradients, from which each proposes sizes (`allocate.py`). All take those of one
-rank, which travel in a round of their own before the first step that is not dense: what each
-computes from floats may differ in the last bit, and then word counts would. A dense step returns
-rarely, carries the memories along, and the choice is made anew. A tensor that has shown nothing but
-zeros, as where a loss starts late, travels whole until it shows more; then its dense steps begin.
-One that was given little, and of which ever more is left to send, has a dense step before its time.
+Training begins with a few dense steps: compression hurts most there, and they show every rank the
+same mean gradients, from which each proposes sizes (`allocate.py`). The sizes of one rank, which
+travel in a round of their own before the first compressed step, hold for all: what each rank
+computes from floats may differ in the last bit, and then word counts would. A dense step comes back
+rarely, carries the memories along, and sizes are chosen anew. A tensor whose means were all zeros,
+as where a loss starts late, travels whole until they are not; then its dense steps begin. One that
+got few words, and whose memory keeps growing, has its next dense step early.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,7 @@ _FORMAT = 6
 
 @dataclass(frozen=True)
 class _Step:
-    """A step of some tensors, under way; norms : of the gradients of those that are looked at."""
+    """A step under way; norms : of tensors whose memory is looked at in it, their gradients'."""
 
     names: Sequence[str]
     tensors: Sequence[Tensor]
@@ -77,11 +78,10 @@ class AllReduceExchange:
         included; where even rank one for every matrix is more, that is what is sent
     warmup : dense steps at the start, at least 1
     every : steps from one dense step to the next after that
-    min_elements : tensors below it are not taken, and no vectors below `limits.VECTOR`
+    min_elements : tensors below it are not taken, nor vectors below `allocate.VECTOR`
     feedback, decay : whether what was not sent is remembered, and the factor on it
     frequencies : whether convolutions may travel by frequencies of their kernels
-    traffic : a report.Traffic that is told what travels
-    seconds : that is told how long it takes
+    traffic : the report.Traffic in which bytes are counted
     find_unused, drops_unused, pauses : see Engine
     """
 
@@ -104,7 +104,7 @@ class AllReduceExchange:
         check_settings(ratio, warmup, every)
         self.ratio, self.warmup, self.every = ratio, warmup, every
         self.min_elements = min_elements
-        self.exact = False  # ranks have unlike hardware
+        self.exact = False  # set where ranks have unlike hardware
         self.decay = decay if feedback else 0.0
         self.frequencies = frequencies
         self.tensors: dict[str, Tensor] = {}
@@ -113,7 +113,7 @@ class AllReduceExchange:
         self._verdicts: dict[str, tuple[StepStatus, str]] = {}  # how each tensor's last step ended
         self._traffic, self._seconds = traffic, seconds or StepTimer()
         self._find_unused, self._drops_unused, self._pauses = find_unused, drops_unused, pauses
-        self._excluded: dict[str, Array] = {}  # memories that sit this step out
+        self._excluded: dict[str, Array] = {}  # memories that do not travel in this step
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
         """Whether a tensor is for the exchange; one that is not travels plain, and is counted.
@@ -128,27 +128,31 @@ class AllReduceExchange:
     def dense(self, name: str, shape: Sequence[int]) -> bool:
         """Whether this tensor's next gradient travels uncompressed."""
         tensor = self._tensor(name, shape)
-        tensor.wake()
+        tensor.restart_on_energy()
         step = tensor.step
         return step < self.warmup or (step - self.warmup) % self.every == self.every - 1
 
     def dense_values(self, name: str, values: Array, *, wire: Any = None) -> Array:
         """Return what to send on a dense step, [n] of `wire`: the values and what was not sent yet.
 
-        The rounding error of `wire` is carried over to later steps. wire : a dtype of the library
-        of `values`; float32 by default
+        wire : a dtype of the library of `values`; its rounding error is remembered. None: float32
         """
         tensor = self._next(name)
         xp = namespace(values)
         vector = xp.astype(values, xp.float32)
-        if (residual := tensor.residual()) is not None:
+        residual, tensor.owed = tensor.residual(), None
+        if residual is not None and self._may_be_dropped(values):
+            tensor.owed = residual
+            return vector if wire is None else xp.astype(vector, wire)
+        if residual is not None:
             vector = vector + asarray_like(residual, vector) * self.decay
-        tensor.owed = None
         if wire in (None, xp.float32):
             return vector
-        with full_fp32_matmul(vector):  # beyond half precision: the step is lost, and nothing owed
+        with full_fp32_matmul(vector):  # for its silence about overflow
             sent = xp.astype(vector, wire)
             lost = vector - xp.astype(sent, xp.float32)
+            # A value beyond half precision makes the mean Inf: that step is lost, and nothing of it
+            # may be left for the next one.
             lost = xp.where(xp.isfinite(lost), lost, xp.zeros_like(lost))
         if self.decay:
             tensor.owed = lost
@@ -158,16 +162,18 @@ class AllReduceExchange:
         """Take note of the mean gradient of a dense step, [n]; the same on every rank."""
         tensor = self.tensors[name]
         xp = namespace(mean)
+        # A copy, as the optimizer owns the array. That the mean is finite is not asked here, as it
+        # would wait for a device: `propose` goes back to `earlier` where it is not.
         tensor.mean = xp.reshape(xp.astype(mean, xp.float32, copy=True), (-1,))
         tensor.earlier, tensor.summable = tensor.summable or tensor.earlier, None
         tensor.proposed = None
 
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int | None) -> Rounds:
-        """Average gradients in their place, in a step that is dense for none of them.
+        """Average gradients in place, in a step that is dense for none of them.
 
-        Behind a dense step there is one round more, the first, in which sizes travel; in a step of
-        a vote one at the end. Without `rank`, on all ranks alike, no tensor is sent by rows, and
-        each relies on its own sizes.
+        After a dense step sizes travel first, in a round of their own; in a step with a vote, votes
+        travel last. Without `rank`, on all ranks alike, no tensor is sent by rows, and each rank
+        relies on its own sizes.
         """
         names = [str(gradient.name) for gradient in gradients]
         with self._seconds.coding():
@@ -183,32 +189,33 @@ class AllReduceExchange:
         ranks: int,
         rank: int | None,
     ) -> Rounds:
-        nbytes, like = 0, gradients[0].values
+        nbytes, like, first = 0, gradients[0].values, self.tensors[names[0]]
         words: Array | None
         step: _Step | None = None
         voted: Sequence[Tensor] | None = None
         with self._seconds.coding():
             xp = namespace(like)
-            # The same memory if they are float32.
+            # Views of the gradients if they are float32; others are written back at the end.
             means = [numpy_view(xp.astype(g.values, xp.float32, copy=False)) for g in gradients]
             late = not on_host(means[0])
-            self._exclude_unused(names, means)
         try:
             with self._seconds.coding():
                 vectors = means
+                # Sizes were proposed: the words of gradients wait until ranks have agreed on them.
                 if new and rank is not None:
                     if not late:
-                        # By the time their words are made, the caller's may be others.
+                        # Meanwhile the caller may write to its gradients.
                         vectors = [namespace(vector).asarray(vector, copy=True) for vector in means]
                     words = encode_sizes(new, ranks=ranks, rank=rank)
-                    self.tensors[names[0]].size_words = words.size
+                    first.size_words = words.size
                 else:
                     step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
                     words = next(step.joint.rounds)
             while words is not None:
-                if late and not nbytes:
-                    # The last step has long ended; to ask at its end would have been to wait.
-                    self._tell_lost(names)
+                if late and not nbytes and self._traffic is not None:
+                    # Of the last step, which has ended by now; at its end this would have waited.
+                    for name in names:
+                        self._traffic.lost(*self.lost(name))
                 nbytes += words.nbytes
                 (summed,) = yield [Collective("sum", asarray_like(words, like))]
                 with self._seconds.coding():
@@ -223,14 +230,20 @@ class AllReduceExchange:
                             words = step.joint.rounds.send(total)
                         except StopIteration as ended:
                             voted = self._end(step, ended.value)
-                            words = self._own_votes(step, voted)
+                            # In a step of a vote each rank has one for every small tensor.
+                            words = votes([self._outgrown(one) for one in voted]) if voted else None
+                            first.size_words += 0 if words is None else words.size
                     else:
-                        self._take_votes(voted, total)
+                        outgrown = majority(to_host(total), len(voted))
+                        for tensor in compress(voted, outgrown):
+                            tensor.step = self.warmup - 1  # its next step is dense
                         words = None
             if self._pauses:
                 yield []
         finally:
-            self._include_unused(names)
+            for name in names:
+                if name in self._excluded and (summable := self.tensors[name].summable) is not None:
+                    summable.include(self._excluded.pop(name))
         for gradient, mean in zip(gradients, means, strict=True):
             if dtype_name(gradient.values) != "float32":
                 back = asarray_like(mean, gradient.values)
@@ -240,15 +253,15 @@ class AllReduceExchange:
     def _proposed(
         self, names: Sequence[str], ranks: int, rank: int | None
     ) -> dict[str, Allocation]:
-        """Begin a step of tensors; sizes for those that have none, as this rank sees them."""
+        """Begin a step; return sizes for tensors that have none, as this rank sees them."""
         self._ranks = ranks
         tensors = [self._next(name) for name in names]
+        # For all that have none, not only these: they share one budget of words.
         if any(tensor.summable is None and tensor.proposed is None for tensor in tensors):
             propose(
                 self.tensors,
                 sum(self._left_out.values()),
                 ratio=self.ratio,
-                min_elements=self.min_elements,
                 ranks=ranks,
                 rows=rank is not None,
                 frequencies=self.frequencies,
@@ -272,6 +285,11 @@ class AllReduceExchange:
         """Take new sizes; the rounds of all these tensors."""
         for name, size in sizes.items():
             self.tensors[name].begin(size)
+        # Only now, as a tensor that begins at a size has its memory from here on.
+        for name, value in zip(names, values, strict=True):
+            summable = self.tensors[name].summable
+            if summable is not None and self._may_be_dropped(value):
+                self._excluded[name] = summable.exclude(namespace(value).zeros_like(value))
         tensors = [self.tensors[name] for name in names]
         xp = namespace(values[0])
         vectors = [
@@ -283,61 +301,36 @@ class AllReduceExchange:
             [tensor.summable for tensor in tensors if tensor.summable is not None],
             vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact, outs=means,
         )  # fmt: skip
-        # Norms before the means take the gradients' place.
+        # Norms now: the step overwrites gradients by their means.
         return _Step(names, tensors, joint, [(one, norm_of(vector)) for one, vector in looked])
 
     def _end(self, step: _Step, result: Result) -> list[Tensor]:
-        """Keep what the rounds have made; the tensors on whose size ranks vote now."""
+        """Keep the result of the rounds; return the tensors on whose size ranks vote now."""
         means, status = step.joint.end(result)
         for mean, tensor in zip(means, step.tensors, strict=True):
             if tensor.exponent:
                 put_all([mean], [times_power(mean, tensor.exponent)])
         for name in step.names:
             self._verdicts[name] = status, step.names[0]
+        # On a host a damaged sum is an error of this step; of a device it is one of the next, as
+        # this one does not wait for its end.
         if on_host(means[0]):
-            status.read()  # a damaged sum is an error of this step
+            status.read()
         for tensor, mean in zip(step.tensors, means, strict=True):
-            tensor.listen(mean)
+            tensor.note_energy(mean)
         for tensor, norm in step.norms:
             if tensor.summable is not None:
-                tensor.look(norm_of(tensor.summable.memory), norm)
+                tensor.note_held(norm_of(tensor.summable.memory), norm)
         return [tensor for tensor, _ in step.norms if self._votes(tensor)]
 
-    def _own_votes(self, step: _Step, voted: Sequence[Tensor]) -> Array | None:
-        """Return this rank's votes on tensors; None where no rank votes."""
-        if not voted:
-            return None
-        words = votes([self._outgrown(tensor) for tensor in voted])
-        step.tensors[0].size_words += words.size
-        return words
+    def _may_be_dropped(self, values: Array) -> bool:
+        """Whether a gradient is of a parameter that this rank has not used, whose memory must wait.
 
-    def _take_votes(self, tensors: Sequence[Tensor], total: Array) -> None:
-        for tensor, outgrown in zip(tensors, majority(to_host(total), len(tensors)), strict=True):
-            if outgrown:
-                tensor.step = self.warmup - 1
-
-    # A framework drops the mean of a parameter that no rank has used, so nothing may be sent for
-    # it. Elsewhere the memory of a rank without a gradient only waits.
-
-    def _exclude_unused(self, names: Sequence[str], vectors: Sequence[Array]) -> None:
-        """Keep the memory of what this rank has not used from travelling."""
-        if not (self._drops_unused and (on_host(vectors[0]) or self._find_unused)):
-            return
-        for name, vector in zip(names, vectors, strict=True):
-            summable = self.tensors[name].summable
-            if summable is not None and not is_used(vector):
-                self._excluded[name] = summable.exclude(namespace(vector).zeros_like(vector))
-
-    def _include_unused(self, names: Sequence[str]) -> None:
-        for name in names:
-            summable = self.tensors[name].summable
-            if name in self._excluded and summable is not None:
-                summable.include(self._excluded.pop(name))
-
-    def _tell_lost(self, names: Sequence[str]) -> None:
-        if self._traffic is not None:
-            for name in names:
-                self._traffic.lost(*self.lost(name))
+        A framework drops the mean of one that no rank has used: what was sent for it would be gone.
+        """
+        # Looking for zeros waits for a device, so there it has to be asked for.
+        looks = self._drops_unused and (on_host(values) or self._find_unused)
+        return looks and not is_used(values)
 
     def _tell(self, gradients: Sequence[Gradient], nbytes: int, *, late: bool) -> None:
         """Count a step; the words of all are counted with the first."""
@@ -357,12 +350,12 @@ class AllReduceExchange:
         return next_vote(since) - since - 1 if self._is_small(tensor) else None
 
     def _votes(self, tensor: Tensor) -> bool:
-        """Whether ranks vote on a tensor in the step under way: all of them know it alike."""
+        """Whether ranks vote on a tensor in this step: by counts and sizes, alike on all."""
         since = self._since(tensor)
         return next_vote(since - 1) == since and self._is_small(tensor)
 
     def _since(self, tensor: Tensor) -> int:
-        """Steps behind the choice of a size."""
+        """Steps since a size was chosen."""
         return (tensor.step - self.warmup) % self.every
 
     def _is_small(self, tensor: Tensor) -> bool:
@@ -373,6 +366,7 @@ class AllReduceExchange:
         """Return this rank's vote: it holds more than others, and would get a larger size alone."""
         tensors = list(self.tensors.values())
         n, left_out = math.prod(tensor.shape), sum(self._left_out.values())
+        # What `propose` would have for this tensor alone, of which plain ones take their share.
         even = budget(n, left_out * n / sum(math.prod(t.shape) for t in tensors), self.ratio)
         if tensor.size is None or not is_small(tensor.size, even, self._ranks):
             return False
@@ -397,17 +391,17 @@ class AllReduceExchange:
             tensor.summable, tensor.proposed, tensor.owed = None, None, residual
 
     def release(self, name: str) -> Floats:
-        """What is owed of a tensor, [n], which now travels elsewhere; it is owed no more."""
+        """Return and forget the residual of a tensor, [n], which now travels plain."""
         residual = self.residual(name) * np.float32(self.decay)
         tensor = self.tensors[name]
-        tensor.open()
+        tensor.open()  # an abort gives it back
         tensor.owed = None
         return residual
 
     def lost(self, name: str) -> tuple[float, float]:
-        """Squared norms of what the last step held, memory included, and of what is left of it.
+        """Squared norms of gradient plus memory in the last step, and of the residual.
 
-        Of tensors that travelled together, the first one has them all, and the others none.
+        Of tensors that travelled together: the first one has those of all, the others have zeros.
         """
         verdict, first = self._verdicts.get(name, (None, name))
         return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
@@ -440,7 +434,7 @@ class AllReduceExchange:
             tensor.commit()
 
     def abort(self, names: Iterable[str] | None = None) -> None:
-        """Remember of these tensors, or all, what was remembered after the last commit."""
+        """Restore the memories of these tensors, or all, to the last commit; see Tensor.abort."""
         for tensor in self._some(names):
             tensor.abort()
 
@@ -454,14 +448,14 @@ class AllReduceExchange:
         return [known[name] for name in (known if names is None else names) if name in known]
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is of the size of gradients, as when a loss scaler changed its scale."""
+        """Multiply what has the scale of gradients, as when a loss scaler has changed its own."""
         for name, tensor in self.tensors.items():
             self.change(name, lambda values: values * np.float32(factor))
             if tensor.summable is not None:
                 tensor.summable.rescale(factor)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on bit by bit; only the memories differ between ranks."""
+        """Everything needed to resume bit by bit; only the memories differ between ranks."""
         return {
             "format": _FORMAT,
             "left_out": dict(self._left_out),
@@ -469,7 +463,7 @@ class AllReduceExchange:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned; nothing changes if it does not fit."""
+        """Load what state_dict returned; nothing changes if it does not fit."""
         with reading("the saved state of LowRankCompression"):
             saved.held(state)
             if not isinstance(state, dict) or state.get("format") != _FORMAT:
@@ -508,7 +502,7 @@ class AllReduceExchange:
         return np.array(to_host(residual))
 
     def change(self, name: str, function: Callable[[Floats], Floats]) -> None:
-        """Put function(vector), [n] float32, in the place of all that is remembered of a tensor."""
+        """Replace all that is remembered of a tensor by function(vector), [n] float32."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return
@@ -528,13 +522,13 @@ class AllReduceExchange:
         if tensor is None:
             return
         residual = tensor.residual()
-        lies = function(
-            np.zeros(math.prod(tensor.shape), np.float32) if residual is None else to_host(residual)
-        )
-        self.tensors[name] = Tensor(lies.shape, owed=None if residual is None else lies.reshape(-1))
+        # Without one, zeros, for the new shape alone.
+        old = np.zeros(math.prod(tensor.shape), np.float32) if residual is None else residual
+        new = function(to_host(old))
+        self.tensors[name] = Tensor(new.shape, owed=None if residual is None else new.reshape(-1))
 
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Forget all tensors except these residuals; shapes may differ from now on."""
+        """Forget all but these residuals; shapes may differ from now on."""
         self._left_out.clear()
         self.tensors = {
             name: Tensor(residual.shape, owed=residual.reshape(-1).copy())

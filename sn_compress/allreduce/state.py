@@ -1,9 +1,7 @@
-"""TensorState: one tensor on one rank, its part of the sums and what it has not sent yet.
+"""What lies between the steps of a summed tensor, on one rank.
 
-Two buffers take turns: the memory, and what gradient and memory are added into, of which what is
-sent is then subtracted. So the memory before the last step is still there when that step turns out
-to be lost, or is aborted, and nothing is copied for it. Where gradients accumulate over several
-exchanges there is a third: the memory before the first of them.
+`TensorState` has its error memory and what all ranks share of it. `Tensor`, around it, has what
+comes before a size is chosen and when one is chosen anew. `JointStep` takes many through a step.
 """
 
 from __future__ import annotations
@@ -16,9 +14,16 @@ from typing import Any
 import numpy as np
 
 from .. import saved
-from ..arrays import Array, AsyncScalars, asarray_like, namespace, to_host
+from ..arrays import Array, AsyncScalars, asarray_like, device_of, namespace, to_host
 from ..errors import CompressError, PayloadError
-from ..ops.fixed_point import MOST_EXPONENT, exponent_of, times_power
+from ..ops.fixed_point import (
+    HIGHEST,
+    LOWEST,
+    MOST_EXPONENT,
+    PER_OCTAVE,
+    exponent_of,
+    times_power,
+)
 from ..saved import floats, reading
 from .allocate import (
     METHODS,
@@ -33,8 +38,6 @@ from .allocate import (
 from .bucket import Bucket, Result, bucket_of, check
 from .methods.base import Method, State
 
-_QUARTERS = 4  # of an octave: the steps of scales
-
 
 @dataclass
 class StepStatus:
@@ -42,7 +45,7 @@ class StepStatus:
 
     Attributes
     ----------
-    later : the numbers lost, damaged, energy, sent
+    later : Result.numbers()
     """
 
     later: AsyncScalars
@@ -51,12 +54,15 @@ class StepStatus:
     def read(self) -> tuple[bool, float, float]:
         """Return whether the step was lost, and squared norms of what it held and of the residual.
 
-        Raises PayloadError if a sum was damaged.
+        Raises PayloadError, the first time alone, if a sum was damaged.
         """
         if self._result is None:
             lost, damaged, energy, sent = self.later.read()
+            # The norm of the residual follows from the norm before and the norm sent, without a
+            # pass over it; where nearly all was sent, rounding may leave a little less than zero.
             self._result = bool(lost or damaged), energy, max(energy - sent, 0.0)
-            if damaged:  # raised once: everything else treats the step as lost
+            # All tensors of a step ask. The first one raises; for the others the step is lost.
+            if damaged:
                 raise PayloadError(
                     "the checksum of the sum does not match the sum of the checksums: corrupt in "
                     "transit, or ranks run with different settings. If it happens again, suspect "
@@ -67,11 +73,15 @@ class StepStatus:
 
 @dataclass(eq=False)
 class TensorState:
-    """One tensor's share in a bucket.
+    """One tensor of a bucket: its method, what all ranks share of it, and this rank's memory.
 
-    part : of this tensor alone
-    state : what all ranks share of it
-    memory : [n] float32, what this rank has not sent yet; of any array library, as `place` says
+    Two buffers take turns: the memory, and the one into which gradient and memory are added and
+    from which what is sent is subtracted. So the memory before the last step is still there when
+    that step turns out to be lost, or is aborted, and nothing is copied for it. Where gradients
+    accumulate over several exchanges there is a third: the memory before the first of them.
+
+    part : the method, of this tensor alone
+    memory : [n] float32, what this rank has not sent yet; of any array library, see `place`
     """
 
     part: Method
@@ -84,7 +94,7 @@ class TensorState:
 
     @classmethod
     def of(cls, part: Method, mean: Array) -> TensorState:
-        """For gradients like a mean, [n] float32, that all ranks know; zeros say nothing."""
+        """For gradients like a mean, [n] float32, that all ranks know; see Method.begin."""
         (shape,) = part.shapes
         state = part.begin(part.new_state(mean), [namespace(mean).reshape(mean, shape)])
         return cls(part, state, namespace(mean).zeros_like(mean))
@@ -101,21 +111,23 @@ class TensorState:
 
     def place(self, like: Array) -> None:
         """Move everything to where an array is."""
-        if type(self.memory) is not type(like) or _device(self.memory) != _device(like):
-            self.conclude()
+        if type(self.memory) is not type(like) or device_of(self.memory) != device_of(like):
+            self.conclude()  # before anything moves: an undo takes buffers of the old place
             self.memory = asarray_like(self.memory, like)
             self.state = {name: asarray_like(value, like) for name, value in self.state.items()}
             self._spare = self._before = self._committed = None
 
     def buffer(self, gradient: Array) -> Array | None:
-        """What gradient plus memory may be written into, [n], and becomes the memory.
+        """The buffer for gradient plus memory, [n], where the gradient is; it becomes the memory.
 
-        Where the gradient is; None before there is one, or where all are still needed.
+        None in the first step, and where all buffers are still needed.
         """
         self.place(gradient)
+        # Whether the last step was lost decides which of the two buffers is the memory.
         self.conclude()
         before, self._before = self._before, None
         out, self._spare = (self._spare, None) if before is None else (before[0], None)
+        # An abort restores the memory before the first step that was not committed.
         needed = self._committed is not None and self._committed[0] is out
         return None if needed else out
 
@@ -127,7 +139,7 @@ class TensorState:
         self._spare, self._verdict = None, verdict
 
     def conclude(self) -> None:
-        """Wait for the last step's end; one that was lost is taken back."""
+        """Wait for the last step's end; one that was lost is undone."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -146,6 +158,7 @@ class TensorState:
             self._spare = self.memory
             self.memory, self.state = self._before
             self._before = None
+            # It was the first after a commit: nothing is left that an abort would take back.
             if self._committed is not None and self._committed[0] is self.memory:
                 self._committed = None
 
@@ -157,42 +170,45 @@ class TensorState:
         self._committed = None
 
     def abort(self) -> None:
-        """Be as after the last commit."""
-        self._verdict = None
+        """Return to the last commit."""
+        self._verdict = None  # a step that is dropped need not be waited for
         if self._committed is not None:
             self._spare = None
             self.memory, self.state = self._committed
             self._before = self._committed = None
 
     def reopen(self, memory: Array, state: State) -> None:
-        """Be as after a step that was not committed, before which there were these."""
+        """Set what `abort` returns to: memory and state before a step that a graph has run."""
         self._committed = memory, state
 
     def exclude(self, zeros: Array) -> Array:
-        """Put zeros in the place of the memory for one step; returns it, for `include`."""
+        """Set the memory to zeros for one step; return it, for `include`."""
+        self.place(zeros)
         self.conclude()
+        # Here, as the step itself would note the zeros as what was there before it.
         self._committed = self._committed or (self.memory, self.state)
         held = self.memory
         self.include(zeros)
         return held
 
     def include(self, memory: Array) -> None:
-        """Put a memory back that did not travel with a step."""
+        """Put a memory back that `exclude` has returned."""
         self.conclude()
+        # Without `_before`: an undo would bring back the zeros that this memory was excluded for.
         self.memory, self._spare, self._before = memory, None, None
 
     def rescale(self, factor: float) -> None:
         """Expect gradients that are `factor` times as large from now on; memory is left alone."""
         self.commit()
-        self.state = self.part.rescale(self.state, round(_QUARTERS * math.log2(factor)))
+        self.state = self.part.rescale(self.state, round(PER_OCTAVE * math.log2(factor)))
 
     def replace(self, memory: Array) -> None:
-        """Put another memory, [n] float32, in the place of the one there is."""
+        """Replace the memory, [n] float32."""
         self.commit()
         self.memory, self._spare = memory, None
 
     def state_dict(self) -> dict[str, Any]:
-        """NumPy arrays to go on from bit by bit; all but `memory` are alike on all ranks."""
+        """NumPy arrays to resume from bit by bit; all but `memory` are the same on all ranks."""
         self.conclude()
         shared = {name: np.array(to_host(value)) for name, value in self.state.items()}
         return {"memory": np.array(to_host(self.memory)), "shared": shared}
@@ -209,7 +225,7 @@ class TensorState:
 
 
 class JointStep:
-    """One step of many tensors: its rounds, and what their memories are when these have ended.
+    """One step of many tensors: its rounds, and what is kept when these have ended.
 
     Parameters
     ----------
@@ -239,6 +255,7 @@ class JointStep:
     ) -> None:
         for one, gradient in zip(tensors, gradients, strict=True):
             check(gradient, one.part.shapes[0])
+        # A bucket has the tensors of one method side by side: its order is another than ours.
         self._bucket, order = bucket_of(tuple(one.part for one in tensors))
         self._order, self._tensors = order, [tensors[at] for at in order]
         ordered = [gradients[at] for at in order]
@@ -268,13 +285,9 @@ class JointStep:
 def exchange(
     tensors: Sequence[TensorState], gradients: Sequence[Array], **options: Any
 ) -> Generator[Array, Array, tuple[list[Array], StepStatus]]:
-    """The rounds of a JointStep; returns what its end does."""
+    """The rounds of a JointStep; returns what its `end` returns."""
     step = JointStep(tensors, gradients, **options)
     return step.end((yield from step.rounds))
-
-
-def _device(array: Array) -> Any:
-    return getattr(array, "device", None)
 
 
 def _like(saved: Any, name: str, value: Any) -> Any:
@@ -288,66 +301,71 @@ def _like(saved: Any, name: str, value: Any) -> Any:
             f"saved {name} has shape {array.shape} and dtype {array.dtype}; expected {value.shape} "
             f"and {value.dtype}. Was it saved with other settings, or for another layer?"
         )
-    if value.dtype.kind == "i" and not ((array >= -256) & (array <= 255)).all():
+    # Whole numbers of a state are exponents, which index a table: see ops/fixed_point.py.
+    if value.dtype.kind == "i" and not ((array >= LOWEST) & (array <= HIGHEST)).all():
         raise CompressError(f"saved {name} has values outside -256 to 255: the state is corrupt")
     return np.array(array, value.dtype, order="C")
 
 
-_MOST_UNSEEN = 2**31  # elements of a saved tensor of which no array was saved
+# Elements of a tensor whose state has no array to hold its size against. A forged one would
+# otherwise have terabytes allocated when its next mean is taken for zeros.
+_MOST_UNSEEN = 2**31
 
 
 @dataclass
 class Tensor:
-    """One tensor's part: dense (`summable` is None) until its size is chosen.
+    """One tensor on one rank: dense, with `summable` None, until its size is chosen.
 
-    `summable` works on gradients over 2**exponent, on all ranks alike, and so does its memory.
+    `summable` works on gradients divided by 2**exponent, the same on all ranks, and has its memory
+    likewise divided.
     """
 
     shape: tuple[int, ...]
     step: int = 0  # that the next gradient belongs to
     proposed: Allocation | None = None  # by this rank, until the ranks have agreed on one
     size: Allocation | None = None  # that they have agreed on
-    size_words: int = 0  # words that agreed on sizes in the last step
-    mean: Array | None = None  # of the last dense step, until then
-    owed: Array | None = None  # what was not sent of it when the exchange began anew
-    exponent: int = 0  # of numbers near the ends of float32
+    size_words: int = 0  # words of the last step that agreed on sizes, or voted on them
+    mean: Array | None = None  # of the last dense step, until a size is chosen from it
+    owed: Array | None = None  # residual of a dense tensor; a `summable` has its own
+    exponent: int = 0  # not zero where gradients are near the ends of float32
     summable: TensorState | None = None
-    earlier: TensorState | None = None  # until then, in case that step turns out to be lost
-    awake: AsyncScalars | None = None  # whether the last mean of a tensor that waits had energy
-    held: float | None = None  # gradients that the memory held when it was looked at last
+    earlier: TensorState | None = None  # before a dense step, in case that one is lost
+    has_energy: AsyncScalars | None = None  # of the last mean of a tensor that waits for some
+    held: float | None = None  # norm of the memory over the gradient's, at the last look
     before: dict[str, Any] | None = None  # the fields above, before the last step
     committed: dict[str, Any] | None = None  # and before the first that was not committed
 
     def residual(self) -> Array | None:
-        """Return what was not sent of it, [n]; without a copy in the ordinary range."""
+        """Return what was not sent of it, [n]; no copy unless there is an exponent."""
         if self.summable is None:
             return self.owed
         self.summable.conclude()
         return times_power(self.summable.memory, self.exponent)
 
     def replace(self, memory: Array) -> None:
-        """Put another memory, [n] float32, in the place of what was not sent."""
+        """Replace what was not sent, [n] float32."""
         if self.summable is not None:
             self.summable.replace(times_power(memory, -self.exponent))
         else:
             self.owed = memory
 
-    def listen(self, mean: Array) -> None:
-        """Note the mean of a coded step, the same on all ranks, for `wake`."""
+    def note_energy(self, mean: Array) -> None:
+        """Note the mean of a coded step, the same on all ranks, for `restart_on_energy`."""
         if self.size is not None and self.size.waits:
             xp = namespace(mean)
             has_energy = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
-            self.awake = AsyncScalars(xp.reshape(xp.astype(has_energy, xp.float64), (1,)))
+            self.has_energy = AsyncScalars(xp.reshape(xp.astype(has_energy, xp.float64), (1,)))
 
-    def look(self, memory: float, gradient: float) -> None:
-        """Take note of how many gradients the memory holds, from the norms of both."""
+    def note_held(self, memory: float, gradient: float) -> None:
+        """Note how many gradients the memory holds, from the norms of both."""
         known = gradient > 0 and math.isfinite(memory) and math.isfinite(gradient)
+        # Rounded as a saved state has it, or a resumed run might vote otherwise.
         self.held = float(np.float32(memory / gradient)) if known else None
 
-    def wake(self) -> None:
+    def restart_on_energy(self) -> None:
         """Begin anew, with dense steps, if a tensor without energy has got some."""
-        awake, self.awake = self.awake, None
-        if awake is not None and awake.read()[0]:
+        has_energy, self.has_energy = self.has_energy, None
+        if has_energy is not None and has_energy.read()[0]:
             self.step = 0
 
     def open(self) -> None:
@@ -357,7 +375,7 @@ class Tensor:
         self.committed = self.committed or fields
 
     def reopen(self, memory: Array, state: State) -> None:
-        """Take what there is for what a step has made that was not committed.
+        """Treat what is here as the result of a step that a graph has run, not yet committed.
 
         memory, state : of the summable, before that step
         """
@@ -367,18 +385,18 @@ class Tensor:
             self.summable.reopen(memory, state)
 
     def commit(self) -> None:
-        """Keep what was done so far: `undo` and `abort` take back what comes after."""
+        """Keep what was done so far: `undo` and `abort` return here."""
         self.before = self.committed = None
         if self.summable is not None:
             self.summable.commit()
 
     def undo(self) -> None:
-        """Be as before the last step, which broke off; as after the last commit if there is none.
+        """Return to before the last step, which broke off; to the last commit without one.
 
         Ranks may have come to different places in that step, so its count is taken back, too.
         """
         before = self.before
-        self.abort()
+        self.abort()  # arrays first: `before` has fields alone
         for name, value in (before or {}).items():
             setattr(self, name, value)
 
@@ -392,27 +410,29 @@ class Tensor:
         if committed is None:
             return
         saved_state = committed["summable"]
+        # Steps since then may have gone through any of these.
         for summable in (saved_state, self.summable, self.earlier):
             if summable is not None:
                 summable.abort()
         residual = committed["owed"]
         if saved_state is not None:
             residual = times_power(saved_state.memory, committed["exponent"])
-        if self.summable is None:
+        if self.summable is None:  # now dense
             self.owed = residual
+            # The mean of the aborted step goes, unless nothing else was ever known of the tensor.
             if saved_state is not None or committed["mean"] is not None:
                 self.mean = committed["mean"]
-        elif self.summable is not saved_state:
+        elif self.summable is not saved_state:  # a size was chosen since: it stays
             memory = self.summable.memory
             self.replace(namespace(memory).zeros_like(memory) if residual is None else residual)
 
     def begin(self, size: Allocation) -> None:
-        """Go on at a size, from the mean gradient that the dense steps showed."""
+        """Start at a size that ranks have agreed on, from the mean gradient of a dense step."""
         mean = self.mean
         if mean is None:
             mean = np.zeros(math.prod(self.shape), np.float32)
         if self.mean is None and self.earlier is not None and size == self.size:
-            self.summable = self.earlier
+            self.summable = self.earlier  # the dense step was lost: its directions still hold
         else:
             self.size, self.exponent, self.held = size, exponent_of(mean), None
             self.summable = TensorState.of(size.part(), times_power(mean, -self.exponent))
@@ -421,8 +441,8 @@ class Tensor:
         self.mean = self.owed = self.earlier = self.proposed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on with it, as arrays and numbers."""
-        self.wake()
+        """Everything needed to resume, as arrays and numbers."""
+        self.restart_on_energy()  # or a resumed run would not know of the energy
         entry: dict[str, Any] = {"shape": list(self.shape), "step": self.step}
         if self.mean is not None:
             entry["mean"] = np.array(to_host(self.mean))
@@ -442,7 +462,6 @@ class Tensor:
         """From what state_dict returned; CompressError if it is not that."""
         shape = saved.shape(entry["shape"], "shape")
         n, step = math.prod(shape), saved.count(entry["step"], "step")
-        # Without an array there is nothing to hold a size against.
         if saved.held(entry) < n and n > _MOST_UNSEEN:
             raise CompressError(f"declares {n} elements, contains {saved.held(entry)}")
         tensor = cls(shape, step)
@@ -487,12 +506,11 @@ def propose(
     left_out: int,
     *,
     ratio: float,
-    min_elements: int,
     ranks: int,
     rows: bool,
     frequencies: bool,
 ) -> None:
-    """Propose sizes for all tensors that have none, from the means of this rank's dense steps.
+    """Propose sizes for all tensors that have none, from the mean gradients of dense steps.
 
     left_out : elements that travel plain; each tensor's budget is lowered by its share of them
     rows, frequencies : whether a tensor may be sent by rows, or by frequencies of its kernels
@@ -500,8 +518,8 @@ def propose(
     new = {name: t for name, t in tensors.items() if t.summable is None and t.proposed is None}
     for name, tensor in list(new.items()):
         known = None if tensor.mean is None else to_host(tensor.mean)
+        # A dense step that was lost has shown nothing: a tensor that had a size resumes with it.
         if known is not None and not np.isfinite(known).all():
-            # A dense step that was lost has shown nothing: all goes on as before.
             tensor.mean, tensor.summable = None, tensor.earlier
             if tensor.summable is not None:
                 del new[name]
@@ -510,22 +528,21 @@ def propose(
         n = math.prod(t.shape)
         mean = np.zeros(n, np.float32) if t.mean is None else to_host(t.mean)
         mean = times_power(mean, -exponent_of(mean))  # shares of energy have no unit
-        shape = t.shape if n >= min_elements else (n,)
-        curves[name] = EnergyCurve.of(mean, shape)
+        curves[name] = EnergyCurve.of(mean, t.shape)
         if curves[name].flat:
             continue
         if t.mean is None and t.earlier is not None:
             t.proposed = t.size  # the step that was to show another was aborted
         elif not mean.any():
-            t.proposed = Allocation(shape, 0)  # nothing is known of it: all of it, until there is
+            t.proposed = Allocation(t.shape, 0)  # nothing is known of it: all of it, until there is
         if t.proposed is not None:
             del new[name], curves[name]
             continue
         low_rank = curves[name]
         if rows:
-            curves[name] = better(low_rank, EnergyCurve.of_rows(mean, shape), n / ratio, ranks)
+            curves[name] = better(low_rank, EnergyCurve.of_rows(mean, t.shape), n / ratio, ranks)
         if frequencies and curves[name] is low_rank:
-            by_frequencies = EnergyCurve.of_frequencies(mean, shape)
+            by_frequencies = EnergyCurve.of_frequencies(mean, t.shape)
             curves[name] = with_frequencies(low_rank, by_frequencies, n / ratio, ranks)
     taken, all_taken = (sum(math.prod(t.shape) for t in of.values()) for of in (new, tensors))
     chosen = allocate(curves, budget(taken, left_out * taken / all_taken, ratio), ranks)

@@ -1,13 +1,13 @@
 """Gradients by nodes over all-to-alls in which all ranks take part.
 
-Where groups of ranks are dear, as Horovod's process sets are, all ranks do every collective
-together, and in it a rank has nothing for most of them. The first hands each gradient to its owner
-inside the node. Then owners of one number exchange theirs, compressed. An owner that is through
-hands its means out in the next all-to-all, and takes part until it has those of all owners of its
-node. Owners of one number go through as many rounds on every node, so all ranks end in the same
+Groups of ranks cost too much in Horovod (docs/decisions/0100). So all ranks run every collective
+together, and a rank has nothing for most of the others. The first one sends each gradient to its
+owner inside the node. Then owners of one number exchange theirs, compressed. An owner that is done
+sends its means to its node in the next all-to-all, and takes part until it has those of all owners
+of its node. Owners of one number need as many rounds on every node, so all ranks end in the same
 one, and begin as many collectives, whatever each of them owns.
 
-A rank that fails tells all others in the next all-to-all, in the place of what they wait for.
+A rank that fails sends the reason to all others in the next all-to-all.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import Array, asarray_like, device_of, namespace, put_all, split, to_host
+from ..arrays import Array, asarray_like, device_of, join, namespace, put_all, split, to_host
 from ..collective import Collective, Gradient
 from ..errors import CompressError
 from .engine import Engine
 from .hierarchy import Place
 from .shard import Shard, wide
 
-# Bytes of what is sent begin at multiples of this. It is two words, so what is a rank's message has
-# an even number of them; one that says why a rank has failed has an odd one.
+# Vectors in a message begin at multiples of 16 bytes, two words. So a message has an even number of
+# words; one that says why a rank has failed has an odd number, and no header has to be read.
 _ALIGNED, _WORD = 16, 8
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """One collective of all ranks; its result is a list of what comes of each.
+    """One collective of all ranks; its result is a list of what each rank has sent.
 
-    words : [n] int64, what each rank is to have, in order of rank, one behind the other
-    splits : of each rank, how many
+    words : [n] int64, the messages to all ranks, in order of rank, one behind the other
+    splits : the number of words to each rank
     """
 
     words: Array
@@ -47,8 +47,8 @@ class AllToAll:
 
 Rounds = Generator[list[AllToAll], list[list[Array]], None]  # results by rank
 Vectors = Sequence[Array]
-# What of one collective goes to the owners of this number, node by node, and how many elements come
-# of each of them; and what is done over rounds of these, is sent what came, and returns something.
+# One collective among the owners of this number: vectors to each, node by node, and the number of
+# elements from each. Work yields some of them at once, and is sent what was received in each.
 Parcels = tuple[Vectors, Sequence[int]]
 Work = Generator[list[Parcels], list[Vectors], Any]
 Begins = Callable[[list[str]], object]
@@ -70,7 +70,7 @@ def mean(vectors: Vectors) -> Array:
 
 
 def pieces_of(size: int, nodes: int) -> list[int]:
-    """Of so many words, how many each of the nodes combines."""
+    """How many of `size` words each of the nodes combines."""
     return [size // nodes + (node < size % nodes) for node in range(nodes)]
 
 
@@ -80,15 +80,16 @@ def combined(words: Array, combine: Callable[[Vectors], Array], place: Place) ->
     if nodes == 2:  # as many bytes as below, in one round
         (received,) = yield [([words] * 2, [len(words)] * 2)]
         return combine(received)
+    # As a ring does: each node combines a piece, and all gather the pieces.
     sizes = pieces_of(len(words), nodes)
     (received,) = yield [(split(words, sizes), [sizes[place.node]] * nodes)]
     (received,) = yield [([combine(received)] * nodes, sizes)]
-    return _joined(received)
+    return join(received)
 
 
 def averaged(views: Vectors, place: Place) -> Work:
-    """Vectors of one dtype become their mean over nodes."""
-    means = yield from combined(_joined(views), mean, place)
+    """Replace vectors of one dtype by their mean over nodes."""
+    means = yield from combined(join(views), mean, place)
     put_all(views, split(means, list(map(len, views))))
 
 
@@ -101,22 +102,22 @@ def carried(carry: Collective, place: Place) -> Work:
     if carry.kind == "alltoall":
         parcels = split(words, carry.to_ranks(place.node)), carry.of_ranks(place.node)
     (received,) = yield [parcels]
-    return _joined(received)
+    return join(received)
 
 
 def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
-    """The rounds of gradients that are compressed."""
+    """Run the engine's rounds of compressed gradients."""
     rounds = engine.rounds(gradients, ranks=len(place.layout.nodes), rank=place.node)
     results: Any = None
     with suppress(StopIteration):
         while True:
-            # Without requests it goes on: other owners need not request the same.
+            # An empty list of requests (Engine's `pauses`) costs no all-to-all here.
             collectives = rounds.send(results)
             results = yield from together([carried(carry, place) for carry in collectives])
 
 
 def together(works: Sequence[Work]) -> Work:
-    """Run several at once, with one exchange per round; return their results."""
+    """Run several at once, all of a round in one all-to-all; return their results."""
     results: list[Any] = [None] * len(works)
     received: dict[int, Any] = dict.fromkeys(range(len(works)))
     while received:
@@ -162,6 +163,7 @@ def exchanged(
 
 
 def _no_total(name: str, words: Any) -> Any:
+    # AutoCompression does not go by nodes: see hierarchy.may_have_nodes.
     raise AssertionError(f"{name}: a tuner asks all owners of a number at once")
 
 
@@ -173,11 +175,11 @@ def rounds(
     *,
     taken: bool = False,
 ) -> Rounds:
-    """Average gradients of one device in their place; all ranks take the same ones, in one order.
+    """Average gradients of one device in place; all ranks pass the same ones, in the same order.
 
     `engine.begin` was called with them.
 
-    begins : called with the names of those that this rank owns, when the engine begins their step
+    begins : called with the names of those that this rank owns, before the engine sorts them
     taken : see Engine.sort
 
     Raises CompressError where another rank has failed.
@@ -200,14 +202,15 @@ def rounds(
             means = end.value
             break
         except Exception as error:
+            # All others wait in the next all-to-all: each gets the reason, and all end this step.
             text = f"rank {place.rank}: {type(error).__name__}: {error}".encode()
             octets = np.frombuffer(text, np.uint8).copy()  # torch warns of what it may not write to
             words = _words([asarray_like(octets, like)])
-            words = _joined([words, words[:1] * 0])
-            yield [AllToAll(_joined([words] * ranks), (len(words),) * ranks)]
+            words = join([words, words[:1] * 0])
+            yield [AllToAll(join([words] * ranks), (len(words),) * ranks)]
             raise
         none = _octets([like[:0]])
-        words = _joined([*none, *(piece for of_one in by_rank for piece in of_one)]).view(
+        words = join([*none, *(piece for of_one in by_rank for piece in of_one)]).view(
             namespace(like).int64
         )
         splits = tuple(sum(map(len, of_one)) // _WORD for of_one in by_rank)
@@ -222,7 +225,7 @@ def rounds(
 def _steps(
     shards: Sequence[Shard], exchange: Callable[..., Work]
 ) -> Generator[Mapping[int, Sequence[Vectors]], list[Array], list[list[Array]]]:
-    """Yield what each rank is to receive, all-to-all by all-to-all; return all owners' means."""
+    """Yield the vectors for each rank, all-to-all by all-to-all; return all owners' means."""
     place = shards[0].place
     inside, owners = place.layout.nodes[place.node], place.layout.across()[place.number]
     owned = {
@@ -237,12 +240,14 @@ def _steps(
             means[rank] = received[rank]
         missing.difference_update(means)
 
-    parts = zip(*(shard.parts for shard in shards), strict=True)  # of each owner those of each
+    # Each gradient to its owner; the node's means of what this rank owns.
+    parts = zip(*(shard.parts for shard in shards), strict=True)  # by owner, then by shard
     place.sent_bytes += sum(shard.scatter_bytes + shard.gather_bytes for shard in shards)
     received = yield {rank: of for rank, of in zip(inside, parts, strict=True) if rank in peers}
     summed = zip(*(_unpacked(received[rank], owned[place.rank]) for rank in peers), strict=True)
     reduced = [shard.gradients(vectors) for shard, vectors in zip(shards, summed, strict=True)]
     means = {rank: received[rank][:0] for rank in peers if rank not in missing}  # words
+    # Exchanges between owners. In any of them another owner of the node may be done already.
     work = exchange(reduced)
     answers: Any = None
     with suppress(StopIteration):
@@ -259,6 +264,7 @@ def _steps(
                 for at, rank in enumerate(owners)
             ]
             answers = list(zip(*of_nodes, strict=True))
+    # This rank's means to its node; then it takes part until it has all of the others'.
     mine = [shard.values for shard in shards]
     take((yield {rank: [[values] for values in mine] for rank in peers}))
     while missing:
@@ -268,7 +274,7 @@ def _steps(
 
 def _words(vectors: Vectors) -> Array:
     """Their bytes, one behind the other, as an even number of words."""
-    return _joined(_octets(vectors)).view(namespace(vectors[0]).int64)
+    return join(_octets(vectors)).view(namespace(vectors[0]).int64)
 
 
 def _octets(vectors: Vectors) -> list[Array]:
@@ -287,7 +293,3 @@ def _unpacked(words: Array, kinds: Sequence[tuple[Any, int]]) -> list[Array]:
         vectors.append(octets[start : start + nbytes].view(dtype))
         start += nbytes + -nbytes % _ALIGNED
     return vectors
-
-
-def _joined(vectors: Vectors) -> Array:
-    return namespace(vectors[0]).concat(list(vectors))

@@ -1,13 +1,13 @@
-"""Gradients in 16 or 8 bits whose sum is of float32: by an all-to-all and a gather.
+"""Gradients in 16 or 8 bits that are summed in float32: by an all-to-all and a gather.
 
-A ring of 16-bit floats rounds the sum at each rank it comes by. Here the elements of a bucket are
-divided among the ranks. Each casts its gradients and hands every owner its share (an all-to-all),
-the owner adds all ranks' up in float32 in their order, casts the mean, and all gather what the
-owners have made: as many bytes as in a ring, and what is lost is one rounding of each gradient and
-one of the mean. The owner takes its own share rounded, too, so that nothing hangs on who owns what.
+A ring all-reduce of 16-bit floats rounds the sum at each rank that it passes. Here the elements of
+a bucket are divided among the ranks. Each casts its gradients and sends every owner its share (an
+all-to-all), the owner adds the shares of all ranks in float32, in order of rank, casts the mean,
+and all gather the means: as many bytes as in a ring, for one rounding of each gradient and one of
+the mean. An owner rounds its own share, too, so that the mean does not depend on who owns what.
 
-Of fp8 both roundings are remembered, that of the mean by the owner, as many times as there are
-ranks: in the mean over the ranks, what is sent and what all remember is what there was.
+Of fp8 both rounding errors are remembered, that of the mean by its owner, times the number of
+ranks: the mean over the ranks of what is sent and what is remembered stays that of the gradients.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ class CastBucket:
     cast : of gradients and means
     ranks, rank : how many there are, and the number of this one
     feedback : None to remember nothing
-    looks : look for gradients of zeros, whose memory is not to travel: it waits for a device
+    looks : look for gradients of zeros, whose memory must not travel; this waits for a device
 
     Attributes
     ----------
     parts_bytes : of each owner, what each of the others sends it
-    means_bytes : of each owner, what it makes
-    arrivals : nothing is to be asked later: there is no checksum, as in plain all-reduces
+    means_bytes : of each owner, what it sends on
+    checks : none, as there is no checksum, like in plain all-reduces
     """
 
-    arrivals = ()
+    checks = ()
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class CastBucket:
         self.gradients, self._cast, self._ranks, self._rank = gradients, cast, ranks, rank
         self._feedback, self._looks = feedback, looks
         self._like = gradients[0].values
-        # Each gradient begins a block, or two layers would share a scale.
+        # Each gradient begins a block of fp8, or two layers would share a scale. Shares are whole
+        # blocks, too, as a block is encoded by one rank.
         self._sizes = [cast.padded(gradient.elements) for gradient in gradients]
         blocks = sum(self._sizes) // cast.block
         self._cuts = [blocks * owner // ranks * cast.block for owner in range(ranks + 1)]
         shares = (self._cuts[owner + 1] - self._cuts[owner] for owner in range(ranks))
         self.parts_bytes = self.means_bytes = tuple(map(cast.nbytes, shares))
         self._share = slice(self._cuts[rank], self._cuts[rank + 1])
-        # What is remembered: of each gradient with a name, and of all blocks, float32.
-        self._memories: list[Array] = []
-        self._unsent: Array = None
+        self._memories: list[Array] = []  # of each gradient that has a name
+        self._unsent: Array = None  # the same of all blocks, float32; None if nothing is remembered
 
     def begin(self) -> Array:
-        """What the other ranks are to have of their shares, [bytes] uint8, in order of rank."""
+        """Return this rank's parts of the others' shares, [bytes] uint8, in order of rank."""
         values = self._cast.room(sum(self._sizes), self._like)
         put_all(self._pieces(values), [gradient.values for gradient in self.gradients])
         if self._feedback is not None:
@@ -86,11 +86,13 @@ class CastBucket:
         parts = split(received, [size] * (self._ranks - 1)) if self._ranks > 1 else []
         elements = self._share.stop - self._share.start
         mean = xp.zeros(elements, dtype=xp.float32, device=device_of(self._like))
+        # In order of rank, whoever owns the share: float32 sums depend on the order.
         for part in (*parts[: self._rank], self._mine, *parts[self._rank :]):
             mean += self._cast.decode(part)
         mean /= self._ranks
         words = self._cast.encode(mean)
         if self._unsent is not None:
+            # Times the ranks: what one rank remembers has a ranks-th part in a later mean.
             lost = (mean - self._cast.decode(words)) * self._ranks
             self._unsent[self._share] += xp.where(xp.isfinite(lost), lost, 0)
             if self._memories:
@@ -121,6 +123,7 @@ class CastBucket:
                 self._memories += placed
         if self._memories:
             put_all(self._named(held), self._memories)
+        # The memory of an unused parameter neither travels nor changes: see payloads.encode.
         adds = held * feedback.decay
         waits = [self._looks and not is_used(gradient.values) for gradient in self.gradients]
         for piece in compress(self._pieces(adds), waits):
@@ -128,6 +131,7 @@ class CastBucket:
         values += adds
         words = self._cast.encode(values)
         unsent = values - self._cast.decode(words)
+        # Where a gradient is NaN or Inf the mean is, too: the step is not applied.
         self._unsent = xp.where(xp.isfinite(unsent), unsent, held)
         both = zip(self._pieces(self._unsent), self._pieces(held), strict=True)
         for piece, before in compress(both, waits):
@@ -139,6 +143,6 @@ class CastBucket:
         return list(compress(self._pieces(flat), [g.name is not None for g in self.gradients]))
 
     def _pieces(self, flat: Array) -> list[Array]:
-        """Of a vector of all blocks the elements of each gradient: views."""
+        """Views of each gradient's elements, without padding, in a vector of all blocks."""
         pieces = zip(split(flat, self._sizes), self.gradients, strict=True)
         return [piece[: gradient.elements] for piece, gradient in pieces]

@@ -4,9 +4,9 @@
     for gradient in step.dense: send engine.dense_values(gradient), and tell engine.learn the mean
     rounds = engine.rounds(step.coded, ranks=ranks, rank=rank)     # yields what to carry
 
-A rim brings gradients as vectors, does the collectives it is asked for, and knows nothing of what
-they carry. Steps are told apart by names: one that comes again begins the next step. What ranks
-have to decide alike is decided here, from sums that the rim's `total` brings.
+A rim passes gradients as vectors and runs the collectives that are yielded, without knowing what
+they carry. A step ends when a name comes again. What ranks have to decide alike is decided here,
+from sums over the ranks that the rim's `total` returns.
 """
 
 from __future__ import annotations
@@ -41,14 +41,10 @@ _log = logging.getLogger(__name__)
 
 
 class MethodSelector(Protocol):
-    """What says whether AutoCompression compresses: a `prediction.tuning.Tuner`."""
+    """Decides whether AutoCompression compresses: a `prediction.tuning.Tuner`."""
 
     def method(self, name: str, shape: Sequence[int]) -> str:
         """The choice for the next gradient, the same on every rank."""
-
-    @property
-    def settled(self) -> bool:
-        """Whether it stays as it is."""
 
     def report(self) -> dict[str, float]:
         """What was measured and chosen."""
@@ -61,19 +57,19 @@ class Engine:
     ----------
     settings : the user's
     threads : of the codec, where the settings leave it open
-    stock : what the framework's own way is called in the log
-    tuner : `prediction.new_tuner`, which makes what measures and chooses for AutoCompression; None:
+    stock : the name of the framework's own exchange in the log
+    tuner : `prediction.new_tuner`, whose result measures and chooses for AutoCompression; None:
         all is compressed
-    scaler : the loss scaler, if there is one: whatever has get_scale(). Gradients arrive multiplied
-        by its scale. A scale smaller than before says that the last step was skipped, on all ranks
-        alike: it is aborted, unless `outcomes` knows better. A changed one changes the memories
+    scaler : the loss scaler, if there is one: anything with get_scale(). Gradients arrive
+        multiplied by its scale, and memories follow it. A lower scale than before means that the
+        last step was skipped on all ranks: it is aborted, unless `outcomes` knows better
     outcomes : what became of the gradients of the last pass; None: all were applied
-    find_unused : look for gradients of zeros on a device, too, which waits for it: the memory of
-        what was not used then stays; on the host it always does
-    drops_unused : the framework drops the mean of what no rank has used, so nothing may be sent for
-        a gradient of zeros, and its memory waits; where means of all are kept, it travels
-    pauses : rounds ask for nothing, once, before what may wait for a device: the rim goes on when
-        the backward pass is over
+    find_unused : look for gradients of zeros on a device, too, which waits for it: the memories of
+        unused parameters then stay; on the host they always do
+    drops_unused : the framework drops the mean of a parameter that no rank has used, so a memory
+        must not travel with a gradient of zeros; False where it keeps the means of all
+    pauses : rounds yield an empty list, once, before what may wait for a device: the rim goes on
+        when the backward pass is over
 
     Attributes
     ----------
@@ -98,8 +94,8 @@ class Engine:
         self.theta = ThetaInTime(settings, threads)
         self.codec = settings.codec(threads)  # of the step under way
         remembers: Codec = self.codec
-        if settings.exchange == "cast":
-            remembers = registry.codec(settings.dtype)  # a step's bytes are `casts`' matter
+        if settings.exchange == "cast":  # a codec for the form of the memory alone; see `casts`
+            remembers = registry.codec(settings.dtype)
         self.feedback = ErrorFeedback(remembers, decay=settings.decay)
         self.traffic, self.seconds = Traffic(), StepTimer()
         self.shared = AllReduceExchange(
@@ -111,6 +107,7 @@ class Engine:
         self.agreed: int | None = None
         self._stock, self._find_unused, self._drops_unused = stock, find_unused, drops_unused
         self._make_tuner = tuner if settings.tune else None
+        # Without either nobody ever drops a gradient, and copies of all memories are saved.
         self.feedback.undoable = outcomes is not None or scaler is not None
         self.transaction = Transaction(
             (self.feedback, self.shared), outcomes=outcomes, scaler=scaler
@@ -125,7 +122,7 @@ class Engine:
 
     @property
     def exchange(self) -> ErrorFeedback | AllReduceExchange:
-        """Where the memories are of what is compressed."""
+        """Where the memories of compressed gradients are."""
         return self.shared if self.settings.exchange == "shared" else self.feedback
 
     def report(self) -> dict[str, float]:
@@ -159,6 +156,8 @@ class Engine:
             *tensors,
         ]
         agree(fingerprint, total=total, rank=rank, ranks=ranks, name=name, do=do)
+        # The mean P Q^T is a float32 product: where its bits differ between processors of ranks,
+        # it is computed in float64, in one order of sums (docs/decisions/0036).
         if self.settings.exchange == "shared":
             self.shared.exact = not all_equal(
                 total("hardware", digest_words(products.hardware_fingerprint(numpy_view(like))))
@@ -168,7 +167,7 @@ class Engine:
     def compare(
         self, parameters: Fingerprint | None, *, total: Total, rank: int, ranks: int, hint: str = ""
     ) -> None:
-        """CompressError, on every rank, if parameters differ; where `sameness.step()` said so.
+        """CompressError, on every rank, if parameters differ; for steps in which `sameness` asks.
 
         parameters : their names and digests; None where this rank's need not be those of others
         hint : for the message
@@ -184,21 +183,21 @@ class Engine:
             self.sameness.passed(at)
 
     def counted(self) -> Fingerprint:
-        """What ranks decide by themselves, and have to decide alike, to be compared."""
+        """What ranks decide by themselves and must decide alike, to compare with parameters."""
         return [("gradients that were dropped", str(self.transaction.aborted))]
 
     def new_step(self) -> None:
-        """The next gradient begins a step, whatever has become of the last one."""
+        """Let the next gradient begin a step, whatever became of the last one."""
         self._seen.clear()
 
     def forget_step(self) -> None:
-        """As before the first gradient: another state has been taken over."""
+        """Forget the step under way, as another state has been loaded."""
         self.feedback.commit()
         self.transaction.forget()
         self._seen.clear()
 
     def reset(self) -> None:
-        """When ranks have come or gone: all agree again, and count steps from here."""
+        """Agree again and count steps from here, as ranks have come or gone."""
         self.tuner = self.agreed = None  # it counted the steps of other ranks
         self.transaction.aborted = 0
         self.sameness.reset()
@@ -207,9 +206,9 @@ class Engine:
     # A step
 
     def begin(self, gradients: Sequence[Gradient]) -> None:
-        """Track these gradients from now on until they are committed or aborted, on all ranks.
+        """Track these gradients until they are committed or aborted, on all ranks.
 
-        Called where `sort` is called later or never, as by nodes; pass it `already_begun` then.
+        For rims that call `sort` later, with `already_begun`, or not at all, as by nodes.
         """
         with payloads.on_stream_of(gradients[0].values) if gradients else nullcontext():
             self._open_step({gradient.name for gradient in gradients})
@@ -227,10 +226,10 @@ class Engine:
     ) -> Routing:
         """Decide how these gradients travel, the same on every rank, and count them.
 
-        Where the tuner has given up compression, what was not sent yet is added to their values.
+        Where the tuner has given up compression, their residuals are added to their values.
 
         plain_itemsize : bytes of an element that travels plain; by default that of its dtype
-        taken : the rim asked which are compressed when it traced its graph: all of these are
+        taken : all of these are compressed, as the rim has asked when it traced its graph
         already_begun : `begin` was called with these
         """
         if not already_begun:
@@ -251,7 +250,7 @@ class Engine:
 
     def _takes(self, gradient: Gradient) -> bool:
         name = gradient.name
-        # Without a name no rank knows what another one has agreed to.
+        # The shared exchange agrees on a size for each name.
         if not gradient.is_float or (name is None and self.settings.exchange == "shared"):
             return False
         if name is None:
@@ -264,15 +263,14 @@ class Engine:
         return shared and self.shared.dense(name, shape)
 
     def _gives_up(self, gradient: Gradient, ranks: int, total: Total) -> bool:
-        """Return whether the tuner sends this gradient plain; adds what was not sent yet to it.
+        """Return whether the tuner sends this gradient plain; if so, add its residual to it.
 
-        Where this rank has no gradient, as of an unused parameter, the framework might drop the
-        sum, so the residual is kept.
+        For an unused parameter the framework might drop the sum, so there the residual is kept.
         """
         name, values = gradient.name, gradient.values
         if self._make_tuner is None or name is None:
             return False
-        if self.tuner is None:
+        if self.tuner is None:  # at the first gradient, when the number of ranks is known
             self.tuner = self._make_tuner(
                 self.settings, ranks=ranks, total=total, plain=self._stock
             )
@@ -287,7 +285,7 @@ class Engine:
         return True
 
     def dense_values(self, gradient: Gradient, *, wire: Any = None) -> Array:
-        """Return what to average of a dense gradient, [n] of `wire`: it and what was not sent yet.
+        """Return what to average for a dense gradient, [n] of `wire`: gradient plus residual.
 
         wire : a dtype of its library; by default that of the gradient
         """
@@ -295,13 +293,13 @@ class Engine:
         return self.shared.dense_values(str(gradient.name), values, wire=wire or values.dtype)
 
     def learn(self, name: str, mean: Array) -> None:
-        """The mean that a dense gradient has got, [n]; the same on every rank."""
+        """Note the mean of a dense gradient, [n]; the same on every rank."""
         self.shared.learn(name, mean)
 
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int) -> Rounds:
-        """Average gradients that are coded, in their place.
+        """Average compressed gradients in place.
 
-        All ranks take the same gradients through their rounds, in the same order.
+        All ranks run the same rounds of the same gradients, in the same order.
         """
         if self._casts_all:
             return self._scattered(self._casts(gradients, ranks, rank))
@@ -328,11 +326,12 @@ class Engine:
             self._tell(gradients, [PayloadStats.of([payload]) for payload in sent.payloads])
         (gathered,) = yield [Collective("gather", sent.wire)]
         with self.seconds.coding():
-            if arrival := payloads.decode(codec, gathered, gradients, ranks=ranks):
-                self.transaction.checks.append(arrival)
+            if check := payloads.decode(codec, gathered, gradients, ranks=ranks):
+                self.transaction.checks.append(check)
 
     def _casts(self, gradients: Sequence[Gradient], ranks: int, rank: int) -> CastBucket:
-        from ..ops.casts import Cast  # what a run does without, it does not load
+        # Here, so that runs without casts do not load them (tests/frame/test_closure.py).
+        from ..ops.casts import Cast
         from .casts import CastBucket
 
         dtype, looks = self.settings.dtype, self._find_unused or on_host(gradients[0].values)
@@ -351,14 +350,15 @@ class Engine:
         with self.seconds.coding():
             bucket.end(received)
             self._tell(bucket.gradients, bucket.stats())
-            self.transaction.checks += bucket.arrivals
+            self.transaction.checks += bucket.checks
 
     def _open_step(self, names: set[str | None]) -> None:
+        # Gradients of one step may come in several calls, bucket by bucket.
         if names & self._seen or not self._seen:
             self.transaction.settle()
             self._seen.clear()
             if self.settings.exchange == "gather":
-                # The same for all tensors, and on all ranks.
+                # One theta for all tensors of a step, by the count of steps alone.
                 self.codec = self.theta.codec_at(self.theta.begin_step())
         self._seen |= names
 
@@ -379,5 +379,5 @@ class Engine:
         return self.exchange.remembers(name)
 
     def residual(self, name: str) -> Floats:
-        """What of a tensor travels with its next gradient, [n] float32."""
+        """What travels with a tensor's next gradient, [n] float32."""
         return self.exchange.residual(name) * np.float32(self.settings.decay)

@@ -1,4 +1,4 @@
-"""What an engine keeps from one run to the next, for one rank, and from all ranks for others."""
+"""The saved state of an engine: of this rank, or of all ranks for another number of them."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from .engine import Engine
 from .hierarchy import Place, states_to_load, with_rest
 
 _FORMAT = 1
-_ARRAY = "array of the file"
-# By tensor: of all that is remembered of it, from [n] to the shape in which it lies now.
+_ARRAY = "array of the file"  # the only key of a node that stands for an array
+# For tensors whose layout has changed: from [n], as saved, to their shape now.
 Changes = Mapping[str, Callable[[Floats], Floats]]
 
 
 def state_dict(engine: Engine, *, ranks: int, rank: int) -> dict[str, Any]:
-    """All to go on from bit by bit, by name, as arrays and numbers; it differs between ranks.
+    """All that is needed to resume bit by bit, as arrays and numbers; it differs between ranks.
 
-    To be called between steps.
+    Called between steps.
     """
+    # Residuals of the last step are saved as its outcome has them, and no step is left open.
     engine.transaction.settle()
     engine.new_step()
     return {
@@ -48,14 +49,14 @@ def load_state_dict(
     mean: bool = False,
     names: Collection[str] | None = None,
 ) -> None:
-    """Take over this rank's state, or the list of all ranks' states, in order of rank.
+    """Load this rank's state, or the list of all ranks' states, in order of rank.
 
-    From as many ranks as there are now, each takes its own. From another number, each takes the
-    mean: what all still have to send together is then what it was. Nothing changes if a state does
-    not fit: CompressError.
+    From as many ranks as there are now, each loads its own. From another number, each loads the
+    mean, so that what all still have to send together stays the same. CompressError, and nothing
+    changes, if a state does not fit.
 
-    changes : from a saved state, what to do with the memories of tensors that lie otherwise now
-    mean : take the mean of a list from as many ranks as there are now, too
+    changes : from a saved state, what to do with memories of tensors whose layout has changed
+    mean : load the mean of a list from as many ranks as there are now, too
     names : of all tensors there are now: what is remembered of another one would never be sent
     """
     with reading("the saved state"):
@@ -75,10 +76,10 @@ def synchronize(
 ) -> None:
     """Give all ranks what ranks share, from a root, and the mean of the memories; all call it.
 
-    broadcast : brings the root's object
+    broadcast : returns the root's object
     gather : collects an object of every rank; None where there are no nodes
-    mean_over : of a tensor's name, its elements and what this rank remembers of it, if it does, the
-        mean over the ranks that do, [n]
+    mean_over : from a tensor's name, its elements and this rank's residual, if there is one, the
+        mean over the ranks that have one, [n]
     """
     exchange = engine.exchange
     mine = {
@@ -88,6 +89,7 @@ def synchronize(
     state = broadcast(mine)
     if gather is not None:
         state = with_rest(state, mine, gather)
+    # Sorted, as each name is a collective, and ranks may have met tensors in another order.
     residuals = {
         name: mean_over(name, n, exchange.residual(name) if exchange.remembers(name) else None)
         for name, n in sorted(exchange.sizes(state).items())
@@ -107,11 +109,12 @@ def load_pending(
     ranks: int,
     rank: int,
 ) -> None:
-    """Load the states that were given before the nodes were known; CompressError if impossible.
+    """Load states that were passed before nodes were known; CompressError if they do not fit.
 
-    states : those states; None where all ranks have the same state of all tensors
+    states : None where all ranks have the same state of all tensors
     tensors : see Place.owned_names
     """
+    # As the state of one rank of one, of which this rank keeps what it owns.
     if states is None and nodes is not None:
         states = [state_dict(engine, ranks=1, rank=0)]
     chosen = states_to_load(states, nodes, tensors) if states else None
@@ -120,7 +123,7 @@ def load_pending(
 
 
 def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
-    """What state_dict returned as a file of arrays."""
+    """Write what state_dict returned as a file of arrays."""
     arrays: list[Any] = []
 
     def put(array: Any) -> dict[str, int]:
@@ -128,7 +131,7 @@ def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
         return {_ARRAY: len(arrays) - 1}
 
     tree = registry.map_tree(np.ndarray, put, state)
-    # A number of NumPy is none of JSON.
+    # JSON does not know NumPy's numbers: by default they are floats.
     head = json.dumps(
         {"rank": state["rank"], "exchange": settings.exchange, "state": tree}, default=float
     )
@@ -139,7 +142,7 @@ def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
 
 
 def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
-    """What to_bytes was given on the same rank; CompressError for another's."""
+    """Read what to_bytes wrote on the same rank; CompressError for another's."""
 
     def array_of(node: dict[str, Any]) -> Any:
         if set(node) == {_ARRAY}:
@@ -149,6 +152,7 @@ def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
     with reading("this error memory"):
         arrays = arrays_of(data)
         head = json.loads(arrays["head"].tobytes())
+        # Another rank's memory would fit in shape, and be wrong.
         if (head["rank"], head["exchange"]) != (rank, settings.exchange):
             raise CompressError(
                 f"this error memory belongs to rank {head['rank']} and the {head['exchange']} "
@@ -161,8 +165,8 @@ def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
 
 
 def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
-    """Return the states to take the mean of, or this rank's alone."""
-    held(state)
+    """Return this rank's state, or all of those whose mean is loaded."""
+    held(state)  # for its refusal of arrays that show more elements than they have in memory
     states = [state] if isinstance(state, dict) else list(state)
     for entry in states:
         if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
@@ -180,7 +184,7 @@ def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
 
 
 def _check_names(states: Sequence[dict[str, Any]], names: Collection[str]) -> None:
-    """Raise CompressError for a memory of a tensor that there is not, as of a renamed one."""
+    """Raise CompressError for a memory of a tensor that does not exist, as of a renamed one."""
     remembered = [{**state["feedback"]["memory"], **state["shared"]["tensors"]} for state in states]
     if unknown := sorted({str(name) for memory in remembered for name in memory} - set(names)):
         raise CompressError(
@@ -199,6 +203,7 @@ def _load(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> Non
     scale = states[0]["scale"]
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
+    # Each restores what it had if the rest does not fit. What cannot fail comes last.
     with engine.theta.loading(states[0]):
         _load_exchanges(engine, states, changes)
     engine.transaction.scale = scale
@@ -206,7 +211,7 @@ def _load(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> Non
 
 
 def _load_exchanges(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> None:
-    """Both exchanges, or none."""
+    """Load both exchanges, or none."""
     shared, feedback = engine.shared.snapshot(), engine.feedback.snapshot()
     try:
         engine.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
@@ -229,6 +234,7 @@ def _flat(change: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
 
 def _mean_of_shared(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the shared exchange's state with the mean of the ranks' memories."""
+    # All else in it is the same on all ranks.
     first = states[0]
     tensors = dict(first["tensors"])
     for name, entry in tensors.items():
@@ -243,7 +249,7 @@ def _mean_of_shared(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _memory(entry: dict[str, Any]) -> Any:
-    """What a rank has yet to send of a tensor, [n]."""
+    """The residual of a tensor in a saved state, [n]; zeros without one."""
     if "summable" in entry:
         return entry["summable"]["memory"]
     return entry.get("owed", np.zeros(math.prod(entry["shape"]), np.float32))

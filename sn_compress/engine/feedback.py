@@ -1,8 +1,8 @@
 """Error feedback: what one step dropped is added to the next.
 
-A sparsifier without memory loses the small coefficients for good. With it, they add up until
-they are large enough to travel, and any contraction converges (Stich, Cordonnier, Jaggi 2018;
-Karimireddy et al. 2019).
+A sparsifier without memory loses small coefficients for good. With one, they add up until they are
+large enough to travel, and any contraction converges (Stich, Cordonnier, Jaggi 2018; Karimireddy et
+al. 2019).
 """
 
 from __future__ import annotations
@@ -58,15 +58,16 @@ class ErrorFeedback:
         self.decay = decay
         self._codec_for = (lambda name: codec) if isinstance(codec, Codec) else codec
         self._codecs: dict[str, Codec] = {}
-        # Elements and state; None for a codec's that remembered nothing, made when it is needed.
+        # Elements and the codec's state; None until a state is needed.
         self._memory: dict[str, tuple[int, Any]] = {}
         self.undoable = False
-        # Before the first encoding that was not committed; and what may be written over for it.
+        # Copies from before the first encoding that was not committed; and copies of committed
+        # steps, which the next ones overwrite.
         self._committed: dict[str, tuple[int, Any]] = {}
         self._spare: dict[str, Any] = {}
 
     def codec_of(self, name: str) -> Codec:
-        """The codec that encodes `name`: the one to decode its payloads with."""
+        """The codec that encodes `name`, and decodes its payloads."""
         if name not in self._codecs:
             self._codecs[name] = self._codec_for(name)
         return self._codecs[name]
@@ -80,6 +81,7 @@ class ErrorFeedback:
         """
         known = self.codec_of(name)
         codec = codec or known
+        # What the numbers of a state mean depends on the class and the basis of its codec.
         if (type(codec), codec.basis) != (type(known), known.basis):
             raise CompressError(
                 f"the error memory of {name!r} is that of {known!r}; expected this codec, or one "
@@ -103,7 +105,7 @@ class ErrorFeedback:
         return memory
 
     def replace(self, name: str, memory: Any) -> None:
-        """Put another state of the codec in the place of that of `name`, which there is."""
+        """Replace the codec's state for `name`, which must have one."""
         self._memory[name] = self._memory[name][0], memory
 
     def _find(self, name: str, like: Any) -> tuple[int, Any]:
@@ -120,11 +122,12 @@ class ErrorFeedback:
         return n, codec.place_state(memory, like)
 
     def _open(self, name: str, n: int, memory: Any) -> None:
+        """Keep a copy for `abort`: codecs update their state in place."""
         if self.undoable and name not in self._committed:
             self._committed[name] = n, _copied(memory, self._spare.pop(name, None))
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
-        """What has been dropped so far for `name` and not been sent, [n] float32."""
+        """What was dropped of `name` so far and not sent since, [n] float32."""
         if name not in self._memory:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
@@ -137,47 +140,42 @@ class ErrorFeedback:
         return name in self._memory
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Keep what was encoded so far of these names, or all: `abort` takes back what follows."""
+        """Keep what was encoded so far of these names, or all: `abort` returns here."""
         for name in list(self._committed) if names is None else names:
             if name in self._committed:
                 _, self._spare[name] = self._committed.pop(name)
 
     def abort(self, names: Iterable[str] | None = None) -> None:
-        """Remember of these names, or all, what was remembered after the last commit."""
+        """Restore the memories of these names, or all, to the last commit."""
         for name in list(self._committed) if names is None else names:
             if name in self._committed:
                 self._memory[name] = self._committed.pop(name)
 
-    undo = abort  # where a step broke off, nothing else is to be taken back
+    undo = abort  # no count of steps here, which ranks could have taken differently
 
     def reopen(self, name: str, memory: Any) -> None:
-        """Take the memory of `name` for that of a step that was not committed.
-
-        memory : the codec's state before that step
-        """
+        """Set what `abort` returns to: the codec's state before a step that a graph has run."""
         self._committed[name] = self._memory[name][0], memory
 
     def settled(self, names: Iterable[str]) -> None:
-        """Keep what was encoded so far of these names, and nothing to be written over."""
+        """Keep what was encoded so far of these names, and drop the buffers of their copies."""
         for name in names:
             self._committed.pop(name, None)
             self._spare.pop(name, None)
 
     def rescale(self, factor: float) -> None:
         """Multiply all memories, as when a loss scaler has changed its scale."""
-        for name, (n, memory) in self._memory.items():
-            if memory is None:
-                continue
-            self._set(name, n, self.residual(name) * np.float32(factor))
+        for name, (_, memory) in self._memory.items():
+            if memory is not None:
+                self._set(name, self.residual(name) * np.float32(factor))
 
-    def _set(self, name: str, n: int, residual: npt.NDArray[np.float32]) -> None:
-        codec = self.codec_of(name)
-        self._memory[name] = n, codec.values_to_state(residual)
+    def _set(self, name: str, residual: npt.NDArray[np.float32]) -> None:
+        self._memory[name] = residual.size, self.codec_of(name).values_to_state(residual)
 
     def change(self, name: str, function: Callable[[Any], Any]) -> None:
-        """Put function(residual), [n] float32, in the place of a memory; nothing without one."""
+        """Replace a memory by function(residual), [n] float32; nothing without one."""
         if self.remembers(name):
-            self._set(name, self._memory[name][0], function(self.residual(name)))
+            self._set(name, function(self.residual(name)))
 
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
         """Elements of each memory in a saved state, by name."""
@@ -189,16 +187,16 @@ class ErrorFeedback:
         """Load another rank's state, with these residuals, [n] each, in place of its own."""
         self.load_state_dict(state)
         for name, residual in residuals.items():
-            self._set(name, residual.size, residual)
+            self._set(name, residual)
 
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Forget all names but what was dropped of these; shapes may be others from now on."""
+        """Forget all but these residuals; shapes may differ from now on."""
         self._memory.clear()
         self._committed.clear()
         self._spare.clear()
-        self._codecs.clear()
+        self._codecs.clear()  # some are bound to a shape
         for name, residual in residuals.items():
-            self._set(name, residual.size, residual.reshape(-1))
+            self._set(name, residual.reshape(-1))
 
     def forget(self, name: str) -> None:
         """Drop the memory and the codec of `name`; no error if there are none."""
@@ -206,9 +204,9 @@ class ErrorFeedback:
         self._codecs.pop(name, None)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to go on bit by bit, as arrays, numbers and strings.
+        """Everything needed to resume bit by bit, as arrays, numbers and strings.
 
-        It differs from rank to rank: save one per rank.
+        It differs between ranks: save one per rank.
         """
         memory = {
             name: registry.save(self.codec_of(name), state, n)
@@ -218,10 +216,9 @@ class ErrorFeedback:
         return {"format": _FORMAT, "memory": memory}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over a saved state; nothing changes if it does not fit.
+        """Load a saved state; nothing changes if it does not fit.
 
-        Saved with another codec or other settings, the memory is taken over as the vector it
-        stands for.
+        If it was saved with another codec or other settings, it is converted through residuals.
         """
         with reading("the saved memories"):
             self._memory = self._read(state)
@@ -247,15 +244,15 @@ class ErrorFeedback:
             for name, entry in memory.items():
                 loaded[name] = self._load(name, entry)
         except BaseException:
-            self._codecs = known  # those of names that there may not be
+            self._codecs = known  # loading has asked for codecs of names that may not exist
             raise
         return loaded
 
     def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
-        """Take over the mean of states saved on several ranks; nothing changes if one does not fit.
+        """Load the mean of states saved on several ranks; nothing changes if one does not fit.
 
-        For another number of ranks: when every new rank starts with it, the mean over the ranks of
-        what is still to be sent is what it was. A name that a rank does not have counts as zero.
+        For another number of ranks: if all of them start with it, the mean over the ranks of their
+        residuals stays what it was. A name that a rank does not have counts as zero.
         """
         if not states:
             raise CompressError("the mean of no states; expected those of all ranks")
@@ -273,13 +270,9 @@ class ErrorFeedback:
                         f"{total[name].size} in another; expected those of one run"
                     )
                 total[name] = total[name] + residual if name in total else residual
-        self._memory = {
-            name: (
-                sum_.size,
-                self.codec_of(name).values_to_state((sum_ / len(states)).astype("f4")),
-            )
-            for name, sum_ in total.items()
-        }
+        self._memory = {}  # a new one, as `snapshot` may have been called
+        for name, summed in total.items():
+            self._set(name, (summed / len(states)).astype(np.float32))
 
     def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
         if not isinstance(name, str):
@@ -298,15 +291,13 @@ class ErrorFeedback:
 
 
 def _copied(memory: Any, into: Any) -> Any:
-    """A copy of a codec's state, in arrays of the last one where they fit."""
-    fits = isinstance(memory, list) and isinstance(into, list) and len(memory) == len(into)
-    if not fits or not all(_fits(*pair) for pair in zip(memory, into, strict=True)):
+    """A copy of a codec's state, in the arrays of another where they fit."""
+    if not (isinstance(memory, list) and isinstance(into, list)) or _kinds(memory) != _kinds(into):
         return copy.deepcopy(memory)
     for part, target in zip(memory, into, strict=True):
         target[...] = part
     return into
 
 
-def _fits(part: Any, target: Any) -> bool:
-    kinds = type(part), getattr(part, "shape", None), getattr(part, "dtype", None)
-    return kinds == (type(target), getattr(target, "shape", None), getattr(target, "dtype", None))
+def _kinds(parts: list[Any]) -> list[Any]:
+    return [(type(p), getattr(p, "shape", None), getattr(p, "dtype", None)) for p in parts]

@@ -2,10 +2,10 @@
 
 Inside a node the links are fast, and its network card is shared. So the ranks of a node first sum
 their gradients, each tensor at one of them, its *owner*; owners of the same number in all nodes
-exchange their tensors, as if they were all the ranks there are; and each hands its means out inside
-its node. The card carries one exchange in the place of one for each rank, and a rank encodes its
-share alone. A tensor is never cut: low rank needs whole matrices, and as the card is shared, it is
-all the same to it who sends what (docs/decisions/0098).
+exchange their tensors, as if they were all the ranks there are; and each sends its means to the
+others of its node. The card carries one exchange in place of one for each rank, and a rank encodes
+its share alone. A tensor is never cut: low rank needs whole matrices, and to a shared card it is
+all the same who sends what (docs/decisions/0098).
 """
 
 from __future__ import annotations
@@ -30,11 +30,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Which ranks are on which node; as many on each.
+    """Which ranks are on which node; all nodes have the same number.
 
-    Attributes
-    ----------
-    nodes : of each node its ranks, in order; nodes in order of their first rank
+    nodes : the ranks of each, in order; nodes in order of their first rank
     """
 
     nodes: tuple[tuple[int, ...], ...]
@@ -45,19 +43,19 @@ class NodeLayout:
         return len(self.nodes[0])
 
     def place(self, rank: int) -> tuple[int, int]:
-        """Number of a rank's node, and its own number there."""
+        """The number of a rank's node, and its own number in it."""
         for number, ranks in enumerate(self.nodes):
             if rank in ranks:
                 return number, ranks.index(rank)
         raise ValueError(f"rank {rank} is on none of {self.nodes}")
 
     def across(self) -> tuple[tuple[int, ...], ...]:
-        """Of each number inside a node, the ranks that have it, in order of the nodes."""
+        """For each number inside a node, the ranks that have it, in order of the nodes."""
         return tuple(zip(*self.nodes, strict=True))
 
 
 def layout_of(ids: Sequence[int]) -> NodeLayout | str:
-    """The layout of ranks by an id of the node that each is on, or why there is no hierarchy.
+    """The layout of ranks, from the id of the node of each; or why there is no hierarchy.
 
     >>> layout_of([7, 7, 9, 9]).nodes
     ((0, 1), (2, 3))
@@ -80,28 +78,31 @@ def layout_of(ids: Sequence[int]) -> NodeLayout | str:
 def find_layout(total: Total, node: str, *, rank: int, ranks: int) -> NodeLayout | str:
     """The layout of all ranks, or why there is no hierarchy, the same on every rank; blocks.
 
-    node : names the one that this rank is on
+    node : the name of the one that this rank is on
     """
+    # A sum in which each rank has a place of its own gathers; of 7 bytes, as int64 has a sign.
     ids = np.zeros(ranks, np.int64)
     ids[rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:7], "big")
     return layout_of([int(node_id) for node_id in total("sn.nodes", ids)])
 
 
 def may_have_nodes(settings: Settings, process_set: Any) -> bool:
-    """Whether ranks of a process set of Horovod's go by nodes where there are some; all alike."""
+    """Whether ranks of a process set of Horovod may go by nodes; the same answer on all."""
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # nodes would come and go
-    # A tuner compares with Horovod's all-reduce of all; fewer than four are no two nodes of two.
+    # A tuner compares with Horovod's own all-reduce of all ranks. By nodes each collective is of
+    # all ranks (docs/decisions/0100), so a process set of some has none. Fewer than four ranks are
+    # no two nodes of two.
     return settings.hierarchy == "auto" and not (
         settings.tune or elastic or process_set.process_set_id or process_set.size() < 4
     )
 
 
 def horovods_layout(total: Total, process_set: Any) -> NodeLayout | None:
-    """The layout of Horovod's ranks; None, and a word by rank 0 why, where there is none; blocks.
+    """The layout of Horovod's ranks, or None, for which rank 0 logs the reason; blocks.
 
-    A node is what ranks with one host name are on, as horovodrun was told it.
+    Ranks with the same host name, as horovodrun was given it, are on one node.
     """
-    # As the launcher calls it, so that an address and a name of one machine are two.
+    # The launcher's name: whoever lists a machine by name and by address asks for two nodes.
     node = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     rank = process_set.rank()
     layout = find_layout(total, node, rank=rank, ranks=process_set.size())
@@ -115,10 +116,10 @@ def horovods_layout(total: Total, process_set: Any) -> NodeLayout | None:
 
 @dataclass
 class Owners:
-    """Who of a node's ranks owns a tensor: alike on all nodes, and for good.
+    """Which of a node's ranks owns each tensor; the same on all nodes, and it never changes.
 
-    Decided when a tensor comes first, for the rank that owns the fewest elements by then. All ranks
-    see tensors come in the same order.
+    When a tensor is first seen it goes to the rank that owns the fewest elements so far. All ranks
+    see tensors in the same order.
     """
 
     size: int
@@ -128,22 +129,18 @@ class Owners:
     def of(self, name: str, elements: int) -> int:
         """The owner's number inside its node."""
         if name not in self.of_name:
-            owner = min(range(self.size), key=lambda number: (self._elements[number], number))
-            self.take(name, elements, owner)
+            owner = min(range(self.size), key=self._elements.__getitem__)
+            self.of_name[name] = owner
+            self._elements[owner] += elements
         return self.of_name[name]
-
-    def take(self, name: str, elements: int, owner: int) -> None:
-        """Note who owns a tensor."""
-        self.of_name[name] = owner
-        self._elements[owner] += elements
 
 
 class Place:
-    """Where a rank is in a layout, and who sums which tensor there.
+    """Where a rank is in a layout, and the owners of its node's tensors.
 
     Attributes
     ----------
-    node, number : of its node, and its own inside
+    node, number : the number of its node, and its own inside
     owners : of tensors, by their numbers inside a node
     sent_bytes : by this rank to others of its node so far
     """
@@ -160,15 +157,14 @@ class Place:
         return [name for name, owner in owners if owner == self.number]
 
     def state(self) -> dict[str, Any]:
-        """What a saved state says of it."""
+        """What a saved state has of it."""
         nodes = [list(ranks) for ranks in self.layout.nodes]
         return {"nodes": nodes, "owners": dict(self.owners.of_name)}
 
     def report(self, steps: int) -> dict[str, float]:
-        """What a report says of it."""
-        return {
-            "nodes": len(self.layout.nodes), "inside_bytes": self.sent_bytes / max(1, steps)
-        }  # fmt: skip
+        """What a report has of it."""
+        nodes = len(self.layout.nodes)
+        return {"nodes": nodes, "inside_bytes": self.sent_bytes / max(1, steps)}
 
 
 def states_to_load(
@@ -184,18 +180,19 @@ def states_to_load(
     saved = states[0].get("hierarchy")
     if place is None:
         return None if saved is None else whole_states(states)
+    # Of the same nodes: a rank needs the state of an owner of its number, on whatever node.
     if saved is not None and saved["nodes"] == place.state()["nodes"]:
         at = states[0]["rank"]
         if len(states) > 1 or place.layout.place(at)[1] == place.number:
             place.owners.of_name.update(saved["owners"])
             return None
     names = set(place.owned_names(tensors))
-    # Each node begins with the mean of what all remember: in the mean it is what it was.
+    # Each node begins with the mean of all memories: the mean over the nodes stays what it was.
     return [state_of(saved_state, names) for saved_state in whole_states(states)]
 
 
 def loadable(states: Any, ranks: int) -> Any:
-    """What of a saved state, or of all ranks', can be loaded on so many ranks, nodes unknown."""
+    """A saved state, or all ranks', as it can be loaded on so many ranks before nodes are known."""
     first = states[0] if isinstance(states, list | tuple) and len(states) > 1 else None
     if isinstance(first, dict) and first.get("hierarchy") and first["ranks"] != ranks:
         return whole_states(states)
@@ -203,7 +200,7 @@ def loadable(states: Any, ranks: int) -> Any:
 
 
 def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Of the states of all ranks those of their nodes: each has all tensors, as without nodes.
+    """Merge the states of all ranks into one for each node: with all tensors, as without nodes.
 
     Raises CompressError unless these are the states of all ranks, in order of rank.
     """
@@ -224,9 +221,10 @@ def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def saved_place(place: Place | None, loaded: Any, ranks: int) -> dict[str, Any] | None:
-    """What a state that is saved says of nodes; until they are known, what a loaded one says."""
+    """What to save of nodes; until they are known, what a loaded state has of them."""
     if place is not None:
         return place.state()
+    # Of another number of ranks, `loadable` has merged the states: they are of no nodes now.
     merged = not loaded or (len(loaded) > 1 and loaded[0]["ranks"] != ranks)
     return None if merged else loaded[0].get("hierarchy")
 
@@ -238,35 +236,36 @@ def with_rest(
 
     mine : this rank's state; gather : collects an object of every rank
     """
-    keys = [key for key in BY_TENSOR if key in state]
+    keys = [key for keys in _BY_TENSOR.values() for key in keys if key in state]
     owned = {key: {n: v for n, v in mine[key].items() if n not in state[key]} for key in keys}
+    # Owners of one number have the same on all nodes, so it does not matter whose is kept.
     for other in gather(owned):
         state = state | {key: other[key] | state[key] for key in keys}
     return state
 
 
-# Of a state's parts, what is kept by tensor.
+# The keys, in each part of an engine's state, under which there is an entry for each tensor.
 _BY_TENSOR = {"feedback": ("memory",), "shared": ("tensors", "left_out")}
-BY_TENSOR = tuple(key for keys in _BY_TENSOR.values() for key in keys)
+
+
+def _changed(state: Mapping[str, Any], entries: Callable[[str, str], Any]) -> dict[str, Any]:
+    """Replace what a state has by tensor: entries(part, key) for each key of _BY_TENSOR."""
+    parts = {
+        part: {**state[part], **{key: entries(part, key) for key in keys}}
+        for part, keys in _BY_TENSOR.items()
+    }
+    return {**state, **parts}
 
 
 def _merged(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge states whose tensors are disjoint."""
-    merged = dict(states[0])
-    for part, keys in _BY_TENSOR.items():
-        merged[part] = dict(merged[part])
-        for key in keys:
-            parts = [state[part][key] for state in states]
-            merged[part][key] = {name: value for of in parts for name, value in of.items()}
-    return merged
+    return _changed(
+        states[0], lambda part, key: {n: v for s in states for n, v in s[part][key].items()}
+    )
 
 
 def state_of(state: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
     """Return a state restricted to these tensors."""
-    chosen = dict(state)
-    for part, keys in _BY_TENSOR.items():
-        chosen[part] = dict(chosen[part])
-        for key in keys:
-            by_name = chosen[part][key]
-            chosen[part][key] = {name: value for name, value in by_name.items() if name in names}
-    return chosen
+    return _changed(
+        state, lambda part, key: {n: v for n, v in state[part][key].items() if n in names}
+    )

@@ -1,22 +1,20 @@
-"""The payloads of many gradients in one vector, and the means read back from all ranks' vectors.
+"""The payloads of many gradients in one vector, and the means decoded from all ranks' vectors.
 
 Payloads have a fixed size, so every rank knows where each begins, and one all-gather carries them.
-They are made where the gradients are, all of them together and without a wait: on the host by the
-compiled codec, each into its stretch; on CUDA devices by fused kernels where CuPy is installed (the
-extra [cuda]), on the framework's current stream; elsewhere by array code, `codecs/batched.py`.
+They are encoded where the gradients are, all of them together and without a wait: on the host by
+the compiled codec; on CUDA devices by fused kernels where CuPy is installed (the extra [cuda]), on
+the framework's current stream; elsewhere by array code, `codecs/batched.py`.
 
-Payloads among many ranks: a piece of the gradients has an owner, who sends its mean on.
-
-A gather hands every rank all payloads, so what is received grows with their number. Here the blocks
-of a bucket are divided among the ranks. A rank's payloads of a piece go to its owner alone (an
-all-to-all); the owner adds its own gradient, which nobody has to encode, encodes the mean, and all
-gather what the owners have made. A rank receives less than two payloads' worth, however many ranks
-there are.
+In a gather a rank receives all payloads, so bytes grow with the number of ranks. Among three or
+more, the blocks of a bucket are divided among the ranks (docs/decisions/0040). A rank's payloads
+of a piece go to its owner alone, by an all-to-all; the owner adds its own gradient, which nobody
+has to encode, encodes the mean, and all gather the means. A rank receives less than two payloads'
+worth, however many ranks there are.
 
 What the second encoding drops is remembered, too (as in DoubleSqueeze, Tang et al. 2019, arXiv
-1905.05957): by the owner, in the same memory as what it drops of its own gradient. In the mean over
-the ranks, what is sent and what all remember is what there was; a saved state stays what it is with
-a gather.
+1905.05957): by the owner, in the same memory as what it drops of its own gradient. The mean over
+the ranks of what is sent and what is remembered stays that of the gradients, and a saved state is
+the same as with a gather.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from itertools import accumulate, pairwise
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -52,20 +50,9 @@ from ..report import PayloadStats
 from .feedback import ErrorFeedback
 
 
-class Memories(Protocol):
-    """What was dropped of gradients before, by name: an ErrorFeedback, or a part of one."""
-
-    @property
-    def decay(self) -> float:
-        """Factor on a memory before it is added."""
-
-    def memory_of(self, name: str, like: Any) -> Any:
-        """The codec's state; encoding updates it in place."""
-
-
 @dataclass(frozen=True)
 class Sent:
-    """What a rank brings to an all-gather.
+    """What a rank sends to an all-gather.
 
     wire : [bytes] uint8 where the gradients are, the payloads one behind the other
     payloads : each of them
@@ -77,10 +64,10 @@ class Sent:
 
 @dataclass(frozen=True)
 class DeferredCheck:
-    """What became of an all-gather on a device: to be asked when the next step begins.
+    """Whether payloads decoded on a device were damaged; asked when the next step begins.
 
-    later : a number that is not zero if a payload was damaged
-    cuda : the device whose kernels have read it; None where array code has
+    later : a number that is not zero if one was
+    cuda : the device whose kernels have decoded; None where array code has
     """
 
     later: AsyncScalars
@@ -90,7 +77,7 @@ class DeferredCheck:
         """PayloadError if a payload was damaged; waits for the device if it is not so far."""
         if self.later.read()[0] == 0:
             return
-        if self.cuda is not None:
+        if self.cuda is not None:  # kernels have one flag for all steps, which this lowers
             from ..codecs import _fft_cuda
 
             _fft_cuda.raise_if_damaged(self.cuda)
@@ -106,7 +93,7 @@ def encode(
     codec: FFTCodec,
     gradients: Sequence[Gradient],
     *,
-    feedback: Memories | None,
+    feedback: ErrorFeedback | _Rows | None,
     find_unused: bool,
     drops_unused: bool,
 ) -> Sent:
@@ -115,8 +102,8 @@ def encode(
     A gradient of zeros is of a parameter that was not used. A framework drops the mean of one that
     no rank has used, so its memory does not travel, and waits.
 
-    find_unused : have the kernels look for such, which waits for the device; others do so anyway
-    drops_unused : False where the framework does not drop it: then memories always travel
+    find_unused : look for unused parameters on CUDA, too, which waits for the device
+    drops_unused : False where the framework keeps all means: then memories always travel
     """
     sizes, like = _sizes(codec, gradients), gradients[0].values
     if not _cuda.takes(like) and not on_host(like):
@@ -147,19 +134,25 @@ def decode(
     """Write the means of what all ranks encoded into the gradients' values.
 
     gathered : [ranks * bytes] uint8, what `encode` made on each rank, in order of rank
-    Raises PayloadError, which names the rank, if bytes on the host are not a payload. Elsewhere the
-    mean is NaN then, and what is returned raises.
+    Raises PayloadError, which names the rank, if bytes on the host are not a payload. On a device
+    the mean is NaN then, and the check that is returned raises.
     """
     sizes = _sizes(codec, gradients)
     ends = list(accumulate(sizes, initial=0))
     if _cuda.takes(gathered):
-        with on_stream_of(gathered):
-            words = _cuda.view(gathered).array().reshape(ranks, -1)
-            arrays = [words[:, first:last] for first, last in pairwise(ends)]
         from ..codecs import _fft_cuda
 
+        view = _cuda.view(gathered)
+        with on_stream_of(gathered):
+            words = view.array().reshape(ranks, -1)
+            arrays = [words[:, first:last] for first, last in pairwise(ends)]
         _fft_cuda.Decoder(codec, arrays, [gradient.values for gradient in gradients]).run()
-        return _arrival_of_kernels(gathered)
+        # On the same stream, so that the flag is read after the kernels that may raise it.
+        with on_stream_of(gathered):
+            flag = _fft_cuda.damage_of(view.device).astype("float64")
+            if view.is_torch:
+                flag = namespace(gathered).from_dlpack(flag)
+        return DeferredCheck(AsyncScalars(flag), view.device)
     if not on_host(gathered):
         return _decode_as_arrays(codec, gathered, gradients, ranks)
     rows = to_host(gathered).reshape(ranks, -1)
@@ -168,13 +161,13 @@ def decode(
         values = gradient.values
         if values.dtype == namespace(values).float32:
             codec.decode_mean_into(payloads, to_host(values))
-        else:
+        else:  # the codec computes in float32, and half precision is rounded once, at the end
             values[...] = asarray_like(codec.decode_mean(payloads), values)
     return None
 
 
 def on_stream_of(values: Array) -> AbstractContextManager[Any]:
-    """CuPy working on the framework's current stream, where it is to work at all."""
+    """CuPy on the current stream of the framework; nothing where CuPy is not used."""
     return _cuda.view(values).run().context() if _cuda.takes(values) else nullcontext()
 
 
@@ -186,7 +179,7 @@ def _encode_as_arrays(
     codec: FFTCodec,
     gradients: Sequence[Gradient],
     sizes: Sequence[int],
-    feedback: Memories | None,
+    feedback: ErrorFeedback | _Rows | None,
     drops_unused: bool,
 ) -> Sent:
     vectors = [gradient.values for gradient in gradients]
@@ -205,6 +198,7 @@ def _encode_as_arrays(
         decay=1.0 if feedback is None else feedback.decay,
         unused_waits=drops_unused,
     )
+    # Into the arrays that the store keeps: array code has returned new ones.
     if memories is not None and encoded.memories is not None:
         held = [part for memory in memories for part in memory]
         if held:
@@ -231,16 +225,17 @@ def _encode_by_kernels(
     codec: FFTCodec,
     gradients: Sequence[Gradient],
     pieces: Sequence[Array],
-    feedback: Memories | None,
+    feedback: ErrorFeedback | _Rows | None,
     find_unused: bool,
 ) -> list[Payload]:
     vectors = [gradient.values for gradient in gradients]
     used = np.ones(len(vectors), bool)
     if find_unused:
         xp = namespace(vectors[0])
-        used = to_host(xp.stack([xp.any(vector) for vector in vectors]))
+        used = to_host(xp.stack([xp.any(vector) for vector in vectors]))  # one wait for all
     with on_stream_of(vectors[0]):
         states = None
+        # An unused parameter gets an empty state for this step, so that its memory stays.
         if feedback is not None:
             states = [
                 feedback.memory_of(gradient.name, vector)
@@ -255,25 +250,14 @@ def _encode_by_kernels(
     return _fft_cuda.Encoder(codec, vectors, states, buffers).run(decay)
 
 
-def _arrival_of_kernels(gathered: Array) -> DeferredCheck:
-    """The flag as it is behind the decoding that was launched last."""
-    view = _cuda.view(gathered)
-    with on_stream_of(gathered):
-        from ..codecs import _fft_cuda
-
-        flag = _fft_cuda.damage_of(view.device).astype("float64")
-        if view.is_torch:
-            flag = namespace(gathered).from_dlpack(flag)
-    return DeferredCheck(AsyncScalars(flag), view.device)
-
-
-# What an owner sends, byte for byte, that cannot read what it was sent: all have to learn of it.
+# Each byte that an owner sends in place of means if it cannot decode what it received. No payload
+# is all of these, so every rank sees it and raises in the same step.
 _DAMAGED = 255
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some blocks of a tensor: its elements start..stop, among those of a bucket."""
+    """Some blocks of a tensor of a bucket: its elements from start to before stop."""
 
     tensor: int
     start: int
@@ -291,12 +275,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shares:
-    """Who owns which pieces, and what they are encoded with.
+    """Which rank owns which pieces, and what they are encoded with.
 
     Attributes
     ----------
-    pieces : of each rank, none twice, all together
-    parts, means : the codecs of what goes to owners, and of what these make of it
+    pieces : of each rank; each element of the bucket is in one of them
+    parts, means : the codecs of what goes to owners, and of the means that these send on
     """
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -314,7 +298,7 @@ class Shares:
 
     @property
     def means_bytes(self) -> tuple[int, ...]:
-        """Of each owner, what it makes."""
+        """Of each owner, what it sends on."""
         return self._bytes(self.means)
 
     def _bytes(self, codec: FFTCodec) -> tuple[int, ...]:
@@ -329,17 +313,12 @@ class Shares:
             nbytes[piece.tensor] += self.means.payload_bytes(piece.elements)
         return nbytes
 
-    def received(self, rank: int) -> int:
-        """Return the bytes that a rank receives: others' parts of its pieces, and their means."""
-        ranks, means = len(self.pieces), self.means_bytes
-        return (ranks - 1) * self.parts_bytes[rank] + sum(means) - means[rank]
-
 
 def parts_theta(theta: float) -> float:
-    """What is dropped of a rank's part, where `theta` is dropped of the mean.
+    """The fraction dropped of a rank's part, where `theta` is dropped of the mean.
 
-    Half as much is kept of it where little is, and all where all is: the errors of many ranks
-    average out, that of the mean does not.
+    Half as much is kept where little is, and all where all is: the errors of many ranks average
+    out, that of the mean does not.
 
     >>> parts_theta(0.98), parts_theta(0.0)
     (0.9898, 0.0)
@@ -364,7 +343,8 @@ def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | N
     before = 0  # words of the blocks in front of a section
     for tensor, section in sections:
         words, block = section.layout.words, section.layout.block
-        # A block belongs to the rank into whose part of all words its first one falls.
+        # All words of the bucket are cut into equal parts, one for each rank; a block belongs to
+        # the rank in whose part its first word lies. In whole numbers: the same on all ranks.
         owners = before * ranks // total, (before + (section.count - 1) * words) * ranks // total
         for owner in range(owners[0], owners[1] + 1):
             first, last = (
@@ -373,6 +353,7 @@ def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | N
             start = section.start + max(first, 0) * block
             stop = min(section.start + last * block, section.stop)
             owned = pieces[owner]
+            # A tensor has a section for each size of its blocks; of two that touch, one piece.
             if owned and (owned[-1].tensor, owned[-1].stop) == (tensor, start):
                 start = owned.pop().start
             if start < stop:
@@ -410,9 +391,9 @@ class Bucket:
 
     Attributes
     ----------
-    parts_bytes, means_bytes : of each owner, what each of the others sends it, and what it makes
-    sent : what was made so far
-    arrivals : what is to be asked of a device later
+    parts_bytes, means_bytes : of each owner, what each of the others sends it, and what it sends on
+    sent : what was encoded so far
+    checks : to be asked when the next step begins
     """
 
     def __init__(
@@ -423,7 +404,7 @@ class Bucket:
         feedback: ErrorFeedback | None,
         encode: Callable[..., Sent],
     ) -> None:
-        self.gradients, self.sent, self.arrivals = gradients, list[Sent](), list[DeferredCheck]()
+        self.gradients, self.sent, self.checks = gradients, list[Sent](), list[DeferredCheck]()
         self._shares, self._rank, self._ranks = shares, rank, len(shares.pieces)
         self.parts_bytes, self.means_bytes = shares.parts_bytes, shares.means_bytes
         self._error: PayloadError | None = None
@@ -435,7 +416,7 @@ class Bucket:
         self._encode = partial(encode, feedback=self._memories)
 
     def begin(self) -> Array:
-        """What the other ranks are to have of their pieces, [bytes] uint8, in order of rank."""
+        """Payloads of the pieces that others own, [bytes] uint8, in order of rank."""
         if not self._outgoing:  # a rank that is alone
             return self._nothing()
         return self._encoded(self._shares.parts, [self._view(other) for other in self._outgoing])
@@ -452,15 +433,18 @@ class Bucket:
             try:
                 self._read(self._shares.parts, received, means, self._ranks - 1)
             except PayloadError as error:
+                # Raised in `end`, as all the others would wait for this rank's means.
                 self._error = error
                 return self._nothing(self.means_bytes[self._rank]) | _DAMAGED
+        # From the mean of the others, and this rank's own gradient, that of all.
         for mean, piece in zip(means, self._mine, strict=True):
             xp = namespace(mean.values)
             mean.values[...] *= (self._ranks - 1) / self._ranks
-            # Not divided: a graph of TensorFlow would multiply, which rounds otherwise.
+            # No division: a graph of TensorFlow multiplies by the inverse, which rounds otherwise.
             mine = xp.astype(self._view(piece).values, xp.float32) * (1 / self._ranks)
             mean.values[...] += mine
-        # The memory is of this rank's gradient, of which the mean has a ranks-th.
+        # The memory is that of this rank's gradient, of which the mean has a ranks-th. The error of
+        # encoding the mean goes there, too: scaled back, it counts as an error of this rank alone.
         self._scale(means, 1 / self._ranks)
         encoded = self._encoded(self._shares.means, means)
         self._scale(means, self._ranks)
@@ -477,6 +461,7 @@ class Bucket:
         try:
             self._read(self._shares.means, received, views, 1)
         except PayloadError as error:
+            # An owner that could not decode its parts has sent nothing but _DAMAGED.
             for rank, pieces in enumerate(split(received, self.means_bytes)):
                 if pieces.shape[0] and bool(namespace(received).all(pieces == _DAMAGED)):
                     raise PayloadError(
@@ -501,7 +486,7 @@ class Bucket:
         return Gradient(name, (piece.elements,), values)
 
     def _room(self, piece: Piece, like: Array) -> Gradient:
-        """A piece as a gradient of its own, in float32, of no values yet."""
+        """Allocate the mean of a piece, in float32, as a gradient with the name of the piece."""
         xp = namespace(like)
         values = xp.empty(piece.elements, dtype=xp.float32, device=device_of(like))
         return Gradient(self._view(piece).name, (piece.elements,), values)
@@ -515,8 +500,8 @@ class Bucket:
         return xp.zeros(size, dtype=xp.uint8, device=device_of(like))
 
     def _read(self, codec: FFTCodec, wire: Array, means: Sequence[Gradient], ranks: int) -> None:
-        if arrival := decode(codec, wire, means, ranks=ranks):
-            self.arrivals.append(arrival)
+        if check := decode(codec, wire, means, ranks=ranks):
+            self.checks.append(check)
 
     def _scale(self, gradients: Sequence[Gradient], factor: float) -> None:
         if self._memories is not None:
@@ -525,7 +510,7 @@ class Bucket:
 
 
 class _Rows:
-    """The memories of pieces: rows of those of their tensors, which encoding updates in place."""
+    """The memories of pieces: rows of their tensors' memories, which encoding updates in place."""
 
     def __init__(
         self,
@@ -551,7 +536,7 @@ class _Rows:
         """Return a piece's memory by name; the tensor's is moved to the gradient's device."""
         piece = self._pieces[name]
         gradient = self._gradients[piece.tensor]
-        if piece.tensor not in self._memories:  # asked once a step, as a copy may be kept
+        if piece.tensor not in self._memories:
             memory = self._feedback.memory_of(str(gradient.name), gradient.values)
             self._memories[piece.tensor] = memory
         return rows_of(piece, self._codec, gradient.elements, self._memories[piece.tensor])

@@ -1,7 +1,7 @@
-"""What of some gradients each rank of a node owns, and the node's mean of it.
+"""The gradients that each rank of a node owns, and the node's mean of them.
 
-A rank hands each owner the gradients that it owns, `parts`; an owner makes the node's mean of what
-comes of all of them, which is exchanged between nodes; and it hands out what has become of it.
+A rank sends each owner the gradients that it owns, `parts`; an owner averages what it receives into
+the node's mean, which is exchanged between nodes, and sends the result to the ranks of its node.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from .hierarchy import Place
 
 
 def wide(values: Array) -> Any:
-    """The dtype in which such values are summed: single precision where theirs is less."""
+    """The dtype in which values are summed: float32 for half precision, else their own."""
     half = dtype_name(values) in ("float16", "bfloat16")
     return namespace(values).float32 if half else values.dtype
 
 
 class Shard:
-    """Of gradients of one dtype on one device, whose values become the means.
+    """Gradients of one dtype on one device, by owner; their values become the means.
 
     Attributes
     ----------
-    sizes : of each owner, the elements of what it owns; `mine` are this rank's
+    sizes : elements that each rank of the node owns; `mine` are this rank's
     values : [mine], the node's means that this rank owns, one behind the other
     """
 
@@ -52,12 +52,12 @@ class Shard:
 
     @property
     def scatter_bytes(self) -> int:
-        """What this rank sends to others, for the node's means to be made."""
+        """Bytes that this rank sends to owners of its node."""
         return (sum(self.sizes) - self.mine) * self._itemsize
 
     @property
     def gather_bytes(self) -> int:
-        """What this rank sends to others, for the means to be handed out."""
+        """Bytes that this rank sends to the others of its node as an owner."""
         return (self.place.layout.size - 1) * self.mine * self._itemsize
 
     def gradients(self, received: Sequence[Array]) -> list[Gradient]:
@@ -68,12 +68,14 @@ class Shard:
         if not self.owned:
             self.values = self.none
             return []
-        # In rank order, half precision in single precision. Nodes may sum in different orders: all
-        # ranks receive what the owner computes.
+        # In order of rank, so that each run has the same bits. Nodes need not agree on the order:
+        # all ranks receive what the owner computes.
         xp = namespace(self.none)
         single = wide(self.none)
         total = xp.astype(join([gradient.values for gradient in self.owned]), single, copy=False)
         before, after = received[: self.place.number], received[self.place.number :]
+        # `total` may be the gradient itself, to which all else is added. So the ranks before this
+        # one are added up first, and their sum to it: a + b is b + a.
         if before:
             first = xp.astype(before[0], single, copy=False)
             for values in before[1:]:
@@ -83,7 +85,7 @@ class Shard:
             total += values
         if self.owned[0].is_float:
             total /= self.place.layout.size
-        else:
+        else:  # of whole numbers, which libraries do not divide in place
             total = total / self.place.layout.size
         self.values = xp.astype(total, self.dtype, copy=False)
         views = split(self.values, [gradient.elements for gradient in self.owned])
@@ -97,6 +99,7 @@ class Shard:
         """
         all_means = [*means[: self.place.number], self.values, *means[self.place.number :]]
         for of_one, mean in zip(self._owned, all_means, strict=True):
+            # Of a single tensor, values may have been received in place.
             if of_one and mean is not of_one[0].values:
                 means_of = split(mean, [gradient.elements for gradient in of_one])
                 put_all([gradient.values for gradient in of_one], means_of)

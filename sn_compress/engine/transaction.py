@@ -1,13 +1,12 @@
-"""Transaction: what was sent of gradients, kept for good or taken back.
+"""Transaction: the residuals of a step, committed or aborted.
 
-What compression leaves out of a gradient travels with the next one, and must not where the gradient
-was never applied. Whether it was is known late, and from whom differs: an optimizer's step, a loss
-scaler that has skipped one, a loop that has thrown a gradient away, an exception in the middle of a
-step. All of them come to the same three verbs. A step `begin`s; when the next one does, `settle`
-asks what became of it, and what it left is committed, aborted, or, where gradients add up over
-several exchanges, still open. One that broke off is aborted at once, by `undo`. (A step in which a
-rank has NaN leaves everything as it was on all ranks alike: the words say so, see
-allreduce/bucket.py.)
+What compression leaves out of a gradient travels with the next one, but must not if the gradient
+was never applied. Whether it was is known late, and in several ways: an optimizer steps, a loss
+scaler skips a step, a loop drops a gradient, an exception ends a step. All come down to the same
+verbs. A step `begin`s; when the next one does, `settle` asks what became of it, and its residuals
+are committed, aborted, or, where gradients accumulate over several exchanges, still open. A step
+that broke off is aborted at once, by `undo`. (A step in which a rank has NaN leaves everything as
+it was, on all ranks alike, as the words themselves tell: see allreduce/bucket.py.)
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class Outcomes(Protocol):
     """What became of exchanged gradients: a `torch.outcomes.Outcomes`."""
 
     def sent(self, names: Iterable[str]) -> None:
-        """Gradients of these tensors are exchanged now."""
+        """Note that gradients of these tensors are exchanged now."""
 
     def of(self, name: str) -> Outcome:
-        """What became of the last one of a tensor."""
+        """What became of the last gradient of a tensor."""
 
 
 class Store(Protocol):
@@ -46,7 +45,7 @@ class Store(Protocol):
 
 
 class Check(Protocol):
-    """What is known of a step when a device has come so far: a `payloads.DeferredCheck`."""
+    """What is known of a step once a device has computed it: a `payloads.DeferredCheck`."""
 
     def conclude(self) -> None:
         """PayloadError if what came was damaged."""
@@ -75,30 +74,30 @@ class Transaction:
         self._open: set[str] = set()  # tensors that were sent and not committed since
 
     def begin(self, names: Collection[str]) -> None:
-        """Gradients of these tensors are sent now."""
+        """Note that gradients of these tensors are sent now."""
         self._open.update(names)
         if self._outcomes is not None:
             self._outcomes.sent(names)
 
     def reopen(self, names: Collection[str]) -> None:
-        """Take what there is of tensors for sent and not committed, as graphs leave it behind."""
+        """Count tensors as sent and not committed, after steps that a graph has run."""
         self._open.update(names)
 
     def commit(self, names: Collection[str]) -> None:
-        """Keep what was sent of tensors: it was applied, or its sums go on in gradients."""
+        """Keep the residuals of tensors: what was sent was applied, or is held in a gradient."""
         self._open.difference_update(names)
         for store in self._stores:
             store.commit(names)
 
     def abort(self, names: Collection[str]) -> None:
-        """Remember of tensors what was remembered when they were committed last."""
+        """Restore the residuals of tensors to their last commit."""
         self._open.difference_update(names)
         self.aborted += len(names)
         for store in self._stores:
             store.abort(names)
 
     def undo(self, names: Collection[str]) -> None:
-        """Take a step back that broke off; its gradients are counted when the next one begins."""
+        """Undo a step that broke off; its gradients are counted when the next one begins."""
         for store in self._stores:
             store.undo(names)
 
@@ -107,13 +106,15 @@ class Transaction:
 
         Raises PayloadError if a payload of the last step was corrupt, on a device.
         """
+        # First, and only once each: what was decoded from damage is not committed.
         checks, self.checks = self.checks, []
         for check in checks:
             check.conclude()
         factor = self._scale_factor()
         outcomes = {name: self._outcome(name) for name in self._open}
-        # A scaler lowers its scale after it skips a step. Held gradients of one scale cannot be
-        # added to those of another.
+        # A scaler lowers its scale after it has skipped a step, so then a gradient of unknown
+        # outcome was dropped. Held gradients of one scale cannot be added to those of another: a
+        # change of scale closes these, too.
         gone = ("dropped",) if factor >= 1 else ("dropped", "held", "unknown")
         done = ("applied", "unknown") if factor == 1 else ("applied", "unknown", "held")
         self.abort([name for name, outcome in outcomes.items() if outcome in gone])
@@ -123,12 +124,12 @@ class Transaction:
                 store.rescale(factor)
 
     def forget(self) -> None:
-        """As before the first gradient: another state has been taken over."""
+        """Forget open steps, as another state has been loaded."""
         self._open.clear()
         self.checks.clear()
 
     def _scale_factor(self) -> float:
-        """The scaler's scale now over that before."""
+        """The scaler's scale over the one at the last step."""
         if self.scaler is None:
             return 1.0
         before, self.scale = self.scale, float(self.scaler.get_scale())

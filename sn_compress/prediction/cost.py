@@ -1,11 +1,11 @@
-"""When does compression pay: seconds of a step from bytes, a link, a codec and the backward pass.
+"""Whether compression pays: seconds of a step from bytes, a link, a codec and the backward pass.
 
-A ratio of 100 is no speed-up of 100: what a rank brings is not what it receives, every collective
-costs latency, and the codec takes its own time. This is the alpha-beta model of all three (Hockney
-1994; rings as in Thakur, Rabenseifner, Gropp 2005), with tensors on their way as a small schedule
-of resources, the links and the codec, beside the backward pass. docs/cost.md derives the formulas.
+A ratio of 100 is no speed-up of 100: what a rank sends is not what it receives, every collective
+has a latency, and the codec takes time. This is the alpha-beta model of all three (Hockney 1994;
+rings as in Thakur, Rabenseifner, Gropp 2005), in a small schedule in which links, the codec and the
+backward pass serve buckets. docs/cost.md derives the formulas.
 
-Pure arithmetic: what is measured comes in as numbers, `predict.py` and `tuning.py` bring it.
+Pure arithmetic: `predict.py` and `tuning.py` pass in what is measured.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
@@ -31,12 +31,12 @@ class Layer:
 
     @property
     def elements(self) -> int:
-        """How many numbers."""
+        """Elements of the parameter."""
         return prod(self.shape)
 
 
 def layers(model: str) -> list[Layer]:
-    """The parameters of a model; CompressError names those there are.
+    """The parameters of a model; for another name, CompressError lists the models.
 
     >>> sum(layer.elements for layer in layers("resnet50"))
     25557032
@@ -44,15 +44,6 @@ def layers(model: str) -> list[Layer]:
     if model not in MODELS:
         raise CompressError(f"no layers of {model!r}; known: {', '.join(sorted(MODELS))}")
     return [Layer(name, shape) for name, shape in MODELS[model]()]
-
-
-def keras_layout(model: Iterable[Layer]) -> list[Layer]:
-    """The same parameters as Keras has them: (in, out), and (height, width, in, out).
-
-    >>> keras_layout(layers("resnet50"))[0].shape
-    (7, 7, 3, 64)
-    """
-    return [Layer(layer.name, (*layer.shape[2:], *layer.shape[1::-1])) for layer in model]
 
 
 _Shapes = Iterator[tuple[str, tuple[int, ...]]]
@@ -131,19 +122,19 @@ MODELS = {
 """Name -> its parameters."""
 
 
-BUCKET_ELEMENTS = 25 * 2**20 // 4  # of a bucket of DDP by default; those of ours are as large
-FUSED_BYTES = 128 * 2**20  # Horovod puts tensors together up to this size by default
+BUCKET_ELEMENTS = 25 * 2**20 // 4  # of a bucket of DDP by default; ours are as large
+FUSED_BYTES = 128 * 2**20  # up to which Horovod fuses tensors by default
 BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
 Method = Literal["plain", "fp16", "shared", "gather", "cast"]
-# "inside": to the owners in a node, or from them; brought is what the one has that owns most.
+# "inside": to the owners in a node, or from them; its bytes are those of the one that owns most.
 Collective = Literal["allreduce", "allgather", "alltoall", "inside"]
 Rounds = tuple[tuple[Collective, int], ...]
-SLOWEST, FASTEST = 1e5, 1e13  # bytes per second, between which break-even is looked for
+SLOWEST, FASTEST = 1e5, 1e13  # bytes per second, between which a break-even is sought
 
 
 @dataclass(frozen=True)
 class Link:
-    """What connects each rank to the others; or each node of several ranks to the other nodes.
+    """The connection of each rank to the others, or of each node of several ranks to other nodes.
 
     Attributes
     ----------
@@ -152,8 +143,8 @@ class Link:
     operation_s : of agreeing on one collective before it begins
     gpus : ranks of a node, which share the link, and follow each other in a ring
     inside : from each rank to the others of its node
-    tree : all-reduces go up and down two trees of nodes, as NCCL's do, in the place of a ring:
-        as many bytes in 2 log2(nodes) messages
+    tree : all-reduces use two trees of nodes, as NCCL's do, in place of a ring: as many bytes in
+        2 log2(nodes) messages
     """
 
     bytes_per_s: float
@@ -175,7 +166,7 @@ class Link:
 
     @classmethod
     def of_gbit(cls, gbit: float, **options: Any) -> Link:
-        """The link of so many Gbit/s (1e9 bits).
+        """A link of `gbit` Gbit/s (1e9 bits).
 
         >>> Link.of_gbit(10).bytes_per_s
         1250000000.0
@@ -196,7 +187,7 @@ class Host:
     Attributes
     ----------
     cores, ranks : of the machine, which is one or more nodes of a link
-    move_s, sum_s : CPU seconds to send a byte and receive one; in an all-reduce, with the addition
+    move_s, sum_s : CPU seconds to send and receive a byte; sum_s in an all-reduce, which adds, too
     """
 
     cores: int
@@ -210,18 +201,18 @@ class Host:
 
     @property
     def share(self) -> float:
-        """Seconds in which a rank gets a second of a core, while all of them work."""
+        """Seconds that a rank takes for one second of a core while all ranks work."""
         return max(1.0, self.ranks / self.cores)
 
     def slower(self, busiest: float, mean: float) -> float:
-        """Of unequal work, that which decides; times `share` it is seconds.
+        """The amount of unequal work that sets the pace; times `share` it is seconds.
 
-        While the busiest rank of a node works on, others leave it their cores.
+        While the busiest rank of a node goes on, the others leave it their cores.
         """
         return max(busiest / self.share, mean)
 
     def moves_s(self, collective: Collective, nbytes: float) -> float:
-        """Return the seconds of all cores in which each rank sends and receives so many bytes."""
+        """Return the seconds of all cores for each rank to send and receive `nbytes`."""
         of_byte = self.sum_s if collective == "allreduce" else self.move_s
         return self.ranks * nbytes * of_byte / self.cores
 
@@ -237,7 +228,7 @@ class Route:
     Attributes
     ----------
     method : tensors of one method are fused with each other
-    rounds : of each the collective, and the bytes this rank puts in
+    rounds : the collective of each round, and the bytes that this rank passes to it
     codec_s : seconds of this rank's codec before the first round, between rounds, after the last
     elements : of the gradient; 0 for one that travels in a bucket of its own
     """
@@ -256,16 +247,16 @@ class Route:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes this rank puts in."""
+        """Bytes that this rank passes to collectives; inside a node they are not compressed."""
         return sum(size for collective, size in self.rounds if collective != "inside")
 
     @property
     def by_nodes(self) -> bool:
-        """Whether gradients are summed inside a node first, and owners exchange."""
+        """Whether gradients are summed inside a node first, and exchanged between owners."""
         return self.rounds[0][0] == "inside"
 
     def on(self, ranks: int, link: Link) -> list[tuple[Collective, int, int, Link]]:
-        """The rounds, each with how many ranks take part and what connects them."""
+        """The rounds, each with the number of ranks that take part and their link."""
         if not self.by_nodes:
             return [(kind, size, ranks, link) for kind, size in self.rounds]
         first, *exchanged, last = self.rounds
@@ -274,10 +265,12 @@ class Route:
         return [(*first, ranks, link), *exchanges, (*last, ranks, link)]
 
     def moved(self, ranks: int, link: Link) -> list[float]:
-        """Bytes that an average rank sends in each round, to wherever."""
+        """Bytes that an average rank sends in each round, inside its node or out of it."""
         rounds = self.on(ranks, link)
         if not self.by_nodes:
             return [wire_bytes(kind, size, n) for kind, size, n, _ in rounds]
+        # All ranks of a node send their gradients, in float32, and receive the means; an exchange
+        # of owners is divided among them.
         handed = 4 * self.elements * (link.gpus - 1) / link.gpus
         sent = [wire_bytes(kind, size, n) / link.gpus for kind, size, n, _ in rounds[1:-1]]
         return [handed, *sent, handed]
@@ -291,7 +284,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Event:
-    """Something in a step, in seconds from its beginning.
+    """A pass, or the work of the codec or a link on a bucket, in seconds from the step's start.
 
     `tensor` is the first of its bucket, None for the passes.
     """
@@ -308,11 +301,11 @@ class Step:
 
     Attributes
     ----------
-    seconds : the whole
-    compute_s, codec_s, exchange_s : its parts, each as if alone
+    seconds : of the whole step
+    compute_s, codec_s, exchange_s : its parts, each without overlap
     cores_s : in which all cores of a host are busy, which no overlap hides
     wire_bytes : what leaves each rank, or each node where nodes have several
-    sent_bytes : what it puts into the collectives
+    sent_bytes : what a rank passes to collectives
     events : in order of their start
     """
 
@@ -330,9 +323,9 @@ Seconds = Callable[[Link], float]
 
 
 def wire_bytes(collective: Collective, size: float, ranks: int, gpus: int = 1) -> float:
-    """Bytes that leave a node of so many ranks, one unless told, each of which brings `size`.
+    """Bytes that leave a node of `gpus` ranks, each of which passes `size` bytes to a collective.
 
-    To an all-to-all it brings what is for others, each its own. A ring leaves each node once.
+    In an all-to-all these are for the others, a part for each. A ring leaves each node once.
 
     >>> [wire_bytes(kind, 800, 8) for kind in ("allreduce", "allgather", "alltoall")]
     [1400.0, 5600, 800.0]
@@ -341,7 +334,7 @@ def wire_bytes(collective: Collective, size: float, ranks: int, gpus: int = 1) -
     """
     if collective == "inside" or ranks == gpus:
         return 0.0
-    if collective == "alltoall":
+    if collective == "alltoall":  # of ranks - 1 others, ranks - gpus are on other nodes
         return gpus * size * (ranks - gpus) / (ranks - 1)
     return 2 * (ranks - 1) / ranks * size if collective == "allreduce" else (ranks - 1) * size
 
@@ -349,10 +342,12 @@ def wire_bytes(collective: Collective, size: float, ranks: int, gpus: int = 1) -
 def latency_s(collective: Collective, ranks: int, link: Link) -> float:
     """Seconds of a collective of no bytes.
 
-    Hops between and inside nodes are counted as NCCL does where it chooses (tuning.cc).
+    Hops between and inside nodes are counted as in NCCL's choice of an algorithm (tuning.cc).
     """
     if ranks == 1:
         return 0.0
+    # A ring through all ranks, in which one hop from each node leads to the next; an all-reduce
+    # goes round twice.
     nodes, times = ranks // link.gpus, 2 if collective == "allreduce" else 1
     between, within = times * (nodes - 1), times * (ranks - nodes)
     if collective == "allreduce" and link.tree:
@@ -366,10 +361,11 @@ def latency_s(collective: Collective, ranks: int, link: Link) -> float:
 
 
 def transfer_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
-    """Seconds in which the bytes of a collective pass the slower of a node's links."""
+    """Seconds for the bytes of a collective to pass the slower of a node's links."""
     seconds = wire_bytes(collective, size, ranks, link.gpus) / link.bytes_per_s
     if link.inside is None:
         return seconds
+    # Inside, a ring carries as many bytes as between nodes, past each rank.
     inside = wire_bytes(collective, size, ranks)
     if collective == "inside":  # what the others of its node send to an owner, or it to them
         inside = (link.gpus - 1) * size
@@ -379,15 +375,15 @@ def transfer_s(collective: Collective, size: float, ranks: int, link: Link) -> f
 
 
 def collective_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
-    """Seconds of a collective to which each rank brings `size` bytes."""
+    """Seconds of a collective to which each rank passes `size` bytes."""
     return latency_s(collective, ranks, link) + transfer_s(collective, size, ranks, link)
 
 
 def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:
-    """Seconds all collectives of a step would take if they carried nothing.
+    """Seconds of all collectives of a step if they carried no bytes.
 
-    Tensors of one bucket, method and round share one. Those of a bucket of their own are fused with
-    others of their method, up to FUSED_BYTES.
+    Tensors of one bucket, method and round share a collective. Those with buckets of their own are
+    fused with others of their method, up to FUSED_BYTES.
     """
     rounds: dict[tuple[str, int, Collective], int] = {}
     bucketed = 0.0
@@ -419,15 +415,14 @@ def step(
     ----------
     routes : one for each tensor, in the order of the forward pass
     compute_s : forward and backward pass together
-    overlap : codec and link work beside the backward pass, which hands over its gradients evenly
+    overlap : codec and link work during the backward pass, whose gradients become ready evenly,
         from the last tensor to the first; otherwise they begin when it is over
-    host : what ranks share but links; the codec's seconds are then of a core that is not shared,
-        and compute_s of all ranks at once
+    host : the cores that ranks share; codec_s of routes is then of a core that is not shared, and
+        compute_s of all ranks at once
 
-    Gradients travel in buckets: those of one method and number of rounds go on together, when the
-    last of them is there. Codec and links may work on different buckets at once, but not the codec
-    and what moves inside a node where ranks share cores. By nodes, means are handed out inside a
-    node when all buckets are exchanged. No step is shorter than its cores are busy.
+    Gradients travel in buckets: those of one method and number of rounds together, when the last of
+    them is ready. Codec and links may work on different buckets at the same time. By nodes, means
+    are sent inside a node when all buckets are exchanged.
     """
     if not 0 <= compute_s < math.inf:
         raise CompressError(f"compute_s={compute_s!r}; expected seconds of both passes, 0 or more")
@@ -437,11 +432,12 @@ def step(
     passes = [_passes(route, ranks, link, host) for _, _, route in jobs]
     free = {"codec": 0.0, "link": 0.0, "inside": 0.0}
     waiting: list[tuple[float, int, int]] = []
-    exchanged: list[tuple[float, int, int]] = []
+    exchanged: list[tuple[float, int, int]] = []  # by nodes, until all buckets are
     for place, (_, last, _) in enumerate(jobs):
         share = (last + 1) / len(routes) if overlap else 1.0
         waiting.append((forward + share * (compute_s - forward), place, 0))
     heapq.heapify(waiting)
+    # First come, first served. Even stages of a bucket are its codec's, odd ones its rounds.
     while waiting:
         ready, place, stage = heapq.heappop(waiting)
         tensor, _, route = jobs[place]
@@ -451,6 +447,8 @@ def step(
             seconds = passes[place][stage // 2]
         else:
             seconds = host.share * route.codec_s[stage // 2]
+        # Cards move bytes while cores encode; cores do one or the other: with both at once steps by
+        # nodes came out at 0.78 of those measured (docs/decisions/0108).
         by = "codec" if what == "inside" and host.share > 1 else what
         start = max(ready, free[by])
         end = start + seconds
@@ -465,8 +463,9 @@ def step(
             all_there = max(exchanged)[0]
             waiting = sorted((all_there, place, stage) for _, place, stage in exchanged)
             exchanged = []
-    # Fusion decides which tensor waits for a latency; the sum of all is what no overlap hides.
+    # At the end, as if no overlap hid them: which tensor waits for a latency depends on fusion.
     latencies = latencies_s(routes, ranks, link)
+    # Cores that are busy all the time bound a step, whatever overlaps.
     codec_s = host.share * sum(sum(route.codec_s) for route in routes)
     worked = (compute_s + codec_s) * min(1.0, host.ranks / host.cores)
     busy = worked + sum(sum(_moves(route, ranks, link, host)) for _, _, route in jobs)
@@ -483,13 +482,13 @@ def step(
 
 
 def _moves(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
-    """Return for each round the seconds of all cores to move its bytes."""
+    """Return the seconds of all cores to move the bytes of each round."""
     pairs = zip(route.rounds, route.moved(ranks, link), strict=True)
     return [host.moves_s(kind, nbytes) for (kind, _), nbytes in pairs]
 
 
 def _passes(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
-    """Return for each round the seconds that its bytes take, on the link or through the cores."""
+    """Return the seconds that the bytes of each round take, on the link or through the cores."""
     through = [transfer_s(*one) for one in route.on(ranks, link)]
     return list(map(max, through, _moves(route, ranks, link, host)))
 
@@ -503,25 +502,25 @@ def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
     open_: dict[tuple[object, ...], int] = {}
     filled = 0
     for number, route in enumerate(reversed(routes)):
+        # Frameworks fill buckets by elements, before anything decides how their tensors travel.
         if filled >= BUCKET_ELEMENTS:
             open_, filled = {}, 0
         filled += route.elements
         kind = route.method, tuple(name for name, _ in route.rounds)
-        if route.elements and kind in open_:
-            first, _, had = buckets[open_[kind]]
-            sizes = zip(had.rounds, route.rounds, strict=True)
-            seconds = zip(had.codec_s, route.codec_s, strict=True)
-            together = replace(
-                had,
-                rounds=tuple((name, size + more) for (name, size), (_, more) in sizes),
-                codec_s=tuple(map(sum, seconds)),
-                elements=had.elements + route.elements,
-            )
-            buckets[open_[kind]] = first, number, together
+        if not (route.elements and kind in open_):
+            if route.elements:
+                open_[kind] = len(buckets)
+            buckets.append((len(routes) - 1 - number, number, route))
             continue
-        if route.elements:
-            open_[kind] = len(buckets)
-        buckets.append((len(routes) - 1 - number, number, route))
+        first, _, fused = buckets[open_[kind]]
+        sizes = zip(fused.rounds, route.rounds, strict=True)
+        fused = replace(
+            fused,
+            rounds=tuple((name, size + more) for (name, size), (_, more) in sizes),
+            codec_s=tuple(map(sum, zip(fused.codec_s, route.codec_s, strict=True))),
+            elements=fused.elements + route.elements,
+        )
+        buckets[open_[kind]] = first, number, fused
     return buckets
 
 
@@ -537,8 +536,8 @@ def choose(
 ) -> list[Route]:
     """The fastest route of each tensor, from routes of all tensors by method.
 
-    For every set of methods each tensor takes the one in it with the least seconds of bytes and
-    codec; then the set with the shortest step is taken. Without overlap no choice is faster.
+    For every set of methods each tensor takes the one with the fewest seconds of bytes and codec;
+    then the set with the shortest step wins. Without overlap no choice is faster.
 
     margin : "plain", where it is an option, stays unless the step gets shorter by this fraction
     """
@@ -554,6 +553,7 @@ def choose(
     def total(routes: Sequence[Route]) -> float:
         return of_step(routes).seconds
 
+    # Sets, as latencies are shared: what is best for each tensor alone may need a collective more.
     choices = []
     for count in range(1, len(options) + 1):
         for methods in itertools.combinations(options, count):
@@ -571,9 +571,9 @@ def break_even(
 ) -> float:
     """Bytes per second below which `faster` takes fewer seconds than `slower`.
 
-    Both are seconds as a function of the link, whose latencies stay those of `link`. `high` when
-    `faster` wins on every link up to it, `low` when on none; between them it is found by bisection,
-    to 0.1 %. The two must cross once at most, as ways of sending fixed bytes do.
+    Both are functions of the link, whose latencies stay those of `link`. `high` if `faster` wins on
+    every link up to it, `low` if on none; else by bisection, to 0.1 %. The two may cross only once,
+    as methods that send fixed bytes do.
     """
 
     def wins(bytes_per_s: float) -> bool:
@@ -585,6 +585,6 @@ def break_even(
     if not wins(low):
         return low
     while high / low > 1.001:
-        middle = math.sqrt(low * high)
+        middle = math.sqrt(low * high)  # geometric: links span orders of magnitude
         low, high = (middle, high) if wins(middle) else (low, middle)
     return low

@@ -1,4 +1,4 @@
-"""What each way of exchanging gradients would cost a model, before a machine is rented.
+"""What each method of exchanging gradients would cost a model, before a machine is rented.
 
     >>> from sn_compress import Link, predict
     >>> from sn_compress.prediction.cost import layers
@@ -6,14 +6,14 @@
     >>> result.row("plain").ratio, round(result.row("shared").ratio)
     (1.0, 100)
 
-Sizes are those that the codecs and the exchange really send; seconds are the model of `cost.py`,
-which is told those of the codec and of the link from timed runs (`rates.py`).
+Sizes are those that codecs and exchange really send; seconds are those of the model of `cost.py`,
+with codec and link as timed by `rates.py`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import ceil
@@ -34,11 +34,11 @@ from . import cost
 from .cost import ALONE, Host, Layer, Link, Method, Rounds, Route, Step, break_even, choose, step
 from .rates import FREE, PASSES, Rates
 
-LIMIT = 0.5  # points: what loses more is named
+LIMIT = 0.5  # points of accuracy: for what loses more, `advice` names a lower ratio
 
 
 class Lost(NamedTuple):
-    """Points lost by one compression on one net at a ratio of received bytes."""
+    """Points of accuracy lost by a compression on a net, at a ratio of received bytes."""
 
     compression: CompressionName
     net: str
@@ -66,11 +66,11 @@ MEASURED = (
     Lost("FFTCompression", "residual net", 20, 0.21, 2),
     Lost("FFTCompression", "residual net", 50, 0.91, 2),
 )
-"""Of the nets in docs/accuracy.md; a test holds it to benchmarks/results."""
+"""Of the nets in docs/accuracy.md; a test compares it with benchmarks/results."""
 
 
 def worst(compression: CompressionName, ratio: float) -> Lost | None:
-    """Return the largest loss at the measured ratio next below `ratio`; None if none is as low."""
+    """Return the largest loss at the highest measured ratio up to `ratio`; None without one."""
     at = [lost.ratio for lost in MEASURED if lost.compression == compression]
     near = max((measured for measured in at if measured <= ratio), default=None)
     losses = [lost for lost in MEASURED if (lost.compression, lost.ratio) == (compression, near)]
@@ -78,7 +78,7 @@ def worst(compression: CompressionName, ratio: float) -> Lost | None:
 
 
 def within(compression: CompressionName, points: float = LIMIT) -> float | None:
-    """Return the largest measured ratio at which no net lost more than so many points."""
+    """Return the largest measured ratio up to which no net lost more than `points`."""
     losses = [lost for lost in MEASURED if lost.compression == compression]
     ratios = sorted({lost.ratio for lost in losses})
     fine = [r for r in ratios if all(lost.points <= points for lost in losses if lost.ratio <= r)]
@@ -86,7 +86,7 @@ def within(compression: CompressionName, points: float = LIMIT) -> float | None:
 
 
 def advice(received: Mapping[CompressionName, float]) -> str:
-    """What to know of accuracy, a line for each compression whose ratio was measured; or ""."""
+    """A line for each compression: its largest measured loss of accuracy near a ratio; or ""."""
     lines = []
     for name, ratio in received.items():
         lost = worst(name, ratio)
@@ -105,24 +105,24 @@ def advice(received: Mapping[CompressionName, float]) -> str:
 
 
 METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
-HANDED: tuple[Method, ...] = ("plain", "shared", "gather")  # those that owners exchange by
-BY_NODES = {f"{method} by nodes": method for method in HANDED}
-_TOKEN_BYTES = 4  # Horovod's own all-reduce beside each compressed tensor
+_OF_OWNERS: tuple[Method, ...] = ("plain", "shared", "gather")
+BY_NODES = {f"{method} by nodes": method for method in _OF_OWNERS}
+_TOKEN_BYTES = 4  # of the zero that Horovod all-reduces for each compressed tensor
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method for the whole model; `auto` takes the fastest one for each tensor.
+    """One method for the whole model; "auto" has the fastest one for each tensor.
 
     Attributes
     ----------
     method : of METHODS, "auto", or of BY_NODES
     step : the predicted step
-    ratio : float32 bytes over bytes a rank brings to the collectives
+    ratio : float32 bytes over bytes that a rank passes to collectives
     speedup : seconds of plain's step over those of this one
     break_even_gbit, break_even_fp16_gbit : link below which this method's step is faster than
         plain's, and than fp16's, in Gbit/s
-    tensors : how many tensors go by each method
+    tensors : number of tensors by method
     """
 
     method: str
@@ -154,7 +154,7 @@ class Prediction:
         return row_of
 
     def table(self) -> str:
-        """The rows as people read them."""
+        """The rows as text, with what "auto" chose, what is impossible, and losses of accuracy."""
         link = self.link
         rows = []
         for row in self.rows:
@@ -175,7 +175,10 @@ class Prediction:
                 f"{link.inside.bytes_per_s * 8e-9:g} Gbit/s inside, "
                 f"all-reduces by {'trees' if link.tree else 'rings'}"
             )
-        head = (*_HEAD[:5], "MB a node" if nodes else "MB on wire", *_HEAD[5:])
+        head = (
+            "method", "ms a step", "speed-up", "codec ms", "exchange ms",
+            "MB a node" if nodes else "MB on wire", "ratio", "break-even", "against fp16",
+        )  # fmt: skip
         return "\n".join(
             [
                 f"{self.elements:,} parameters, {self.ranks} ranks, {link.bytes_per_s * 8e-9:g} "
@@ -189,7 +192,7 @@ class Prediction:
         ).rstrip()
 
     def _received(self) -> dict[CompressionName, float]:
-        """Received bytes of plain's all-reduce over those of each compression."""
+        """Received bytes of plain's all-reduce over those of each compression, as for `Lost`."""
         rows = {BY_NODES.get(row.method, row.method): row for row in self.rows}
         plain = rows["plain"].step.wire_bytes
         # One rank, or one node, receives nothing.
@@ -202,14 +205,8 @@ class Prediction:
         return {name: ratios[method] for name, method in named.items() if method in ratios}
 
 
-_HEAD = (
-    "method", "ms a step", "speed-up", "codec ms", "exchange ms", "ratio", "break-even",
-    "against fp16",
-)  # fmt: skip
-
-
 def gbit_text(gbit: float) -> str:
-    """A break-even as people read it.
+    """A break-even as text.
 
     >>> gbit_text(3.21), gbit_text(8e4), gbit_text(8e-4)
     ('3.2 Gbit/s', 'any', 'none')
@@ -252,15 +249,15 @@ def routes_by_nodes(
 ) -> list[Route]:
     """As `routes_of`, where each tensor has one owner in a node and owners exchange.
 
-    Owners work at once, so all is as fast as the slowest: of the codec's seconds, and of what
-    passes inside a node, a tensor's part is that which the busiest owner has of all tensors'; of
-    work on cores that ranks share, no more than keeps the cores busy.
+    Owners work at the same time, so the busiest sets the pace: its share of all tensors is what
+    counts of each one's seconds of codec, and of its bytes inside a node. On cores that ranks share
+    it is no more than what keeps the cores busy.
     """
     owners = Owners(gpus)
-    # Gradients come from the last to the first.
+    # As a run assigns them: gradients come from the last to the first.
     owner = {one.name: owners.of(one.name, one.elements) for one in reversed(layers)}
 
-    def part(of: Sequence[float]) -> float:
+    def busiest_share(of: Sequence[float]) -> float:
         busy = [0.0] * gpus
         for tensor, load in zip(layers, of, strict=True):
             busy[owner[tensor.name]] += load
@@ -269,8 +266,8 @@ def routes_by_nodes(
     between = routes_of(
         method, layers, ranks=nodes, settings=settings, rates=replace(rates, bucket_s=0.0)
     )
-    inside = part([route.elements for route in between])
-    codec = host.slower(part([sum(route.codec_s) for route in between]), 1 / gpus)
+    inside = busiest_share([route.elements for route in between])
+    codec = host.slower(busiest_share([sum(route.codec_s) for route in between]), 1 / gpus)
     routes = []
     for route in between:
         first, *later = (codec * seconds for seconds in route.codec_s)
@@ -294,7 +291,7 @@ def routes_by_method(
 ) -> dict[str, list[Route]]:
     """Routes by METHODS, and by BY_NODES among several nodes of several ranks.
 
-    Left out are sums of more ranks than `shared` can add.
+    Without "shared" where there are more ranks than digits can be summed of.
     """
     nodes = ranks // gpus
     routes: dict[str, list[Route]] = {
@@ -318,13 +315,13 @@ def _plain(tensor: Layer, rates: Rates) -> Route:
 def _in_bucket(
     tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]
 ) -> tuple[float, ...]:
-    """Seconds of a codec, with those of the bucket, before and after, and for being a tensor."""
+    """Add the copies into and out of a bucket, and `of_each` tensor's seconds, to a codec's."""
     half = (tensor.elements * rates.bucket_s + of_each) / 2
     return (times[0] + half, *times[1:-1], times[-1] + half)
 
 
 def _cast(tensor: Layer, ranks: int, settings: Settings, rates: Rates) -> Route:
-    """By way of the elements' owners, as `engine/casts.py` has it."""
+    """By an all-to-all and a gather; see engine/casts.py."""
     if not settings.compresses(tensor.shape):
         return _plain(tensor, rates)
     cast, n = Cast(settings.dtype), tensor.elements
@@ -333,12 +330,16 @@ def _cast(tensor: Layer, ranks: int, settings: Settings, rates: Rates) -> Route:
         ("alltoall", ceil(size * (ranks - 1) / ranks)),
         ("allgather", ceil(size / ranks)),
     )
+    # The three parts were not timed one by one: begin, reduce and end count alike.
     times = _in_bucket(tensor, rates, 0.0, [n * rates.owners_s / 3] * 3)
     return Route("cast", rounds, times, n)
 
 
 def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
-    """Gathered, or by way of the blocks' owners as `scattered.py` has it: of an average rank."""
+    """Gathered, or sent to the owners of blocks, of which an average rank is taken.
+
+    See engine/payloads.py.
+    """
     codec = settings.codec(threads=1)
     sizes = tuple(layer.elements for layer in layers if settings.compresses(layer.shape))
     shares = shares_of(codec, sizes, ranks) if settings.scatter and sizes else None
@@ -351,13 +352,14 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
         n = tensor.elements
         if shares is None:
             size = codec.payload_bytes(n) + _TOKEN_BYTES
+            # In a gather each rank adds up the payloads of all.
             after = n * (rates.decode_s + ranks * rates.add_s)
             both = n * rates.encode_s, after
             taken = _in_bucket(tensor, rates, rates.gather_tensor_s, both)
             routes.append(Route("gather", (("allgather", size),), taken, n))
             continue
         parts, means = next(owned)
-        # Its own piece, an equal part of all, a rank encodes once: as a mean.
+        # A rank owns an equal part of all blocks, which it encodes only as a mean.
         read = rates.decode_s + (ranks - 1) * rates.add_s
         times = (
             n * rates.encode_s * (ranks - 1) / ranks,
@@ -376,6 +378,7 @@ def _bytes_by_owners(shares: Shares, tensors: int) -> list[tuple[int, int]]:
     for piece in (piece for of_owner in shares.pieces for piece in of_owner):
         parts[piece.tensor] += shares.parts.payload_bytes(piece.elements)
         means[piece.tensor] += shares.means.payload_bytes(piece.elements)
+    # A rank sends no part to itself, and owns an equal share.
     return [
         (ceil(part * (ranks - 1) / ranks), ceil(mean / ranks))
         for part, mean in zip(parts, means, strict=True)
@@ -383,7 +386,10 @@ def _bytes_by_owners(shares: Shares, tensors: int) -> list[tuple[int, int]]:
 
 
 def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
-    """With the ranks that would be chosen if every direction were worth the same."""
+    """With the sizes that would be chosen if all directions had the same energy.
+
+    No gradients are at hand here; of real ones other sizes are chosen, within the same budget.
+    """
     curves = {}
     taken = [tensor for tensor in layers if settings.compresses(tensor.shape)]
     for tensor in taken:
@@ -396,13 +402,14 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
         if tensor.name not in chosen:
             routes.append(_plain(tensor, rates))
             continue
-        rank, n = chosen[tensor.name], tensor.elements
+        rank, n = chosen[tensor.name], tensor.elements  # rank of the factors; 0 is whole
         words = words_of(curves[tensor.name].shape, rank, ranks)
         if rank == 0:
             half = n * rates.whole_s / 2
             times: tuple[float, ...] = (half, half)
         else:
-            # Of four products with the factors, one is before the rounds and one between them.
+            # Of four products with the factors, one is before the rounds, one between them, and
+            # two, for the residual and the mean, after.
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
         sent: Rounds = tuple(("allreduce", 4 * word) for word in words)
@@ -444,31 +451,32 @@ def predict(
         layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates, host=host
     )  # fmt: skip
     of_step = partial(step, ranks=ranks, compute_s=compute_s, overlap=overlap, host=host)
+    # "auto" chooses among flat methods alone, as AutoCompression does not go by nodes.
     options: dict[str, Sequence[Route]] = {m: by_method[m] for m in METHODS if m in by_method}
     options["auto"] = choose(
         options, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host
     )
     options |= by_method
 
-    @cache
-    def at(name: str, place: Link) -> Step:
-        return of_step(options[name], link=place)
-
-    def seconds(name: str) -> Callable[[Link], float]:
-        return lambda place: at(name, place).seconds
+    @cache  # bisections of all rows ask for plain and fp16, partly on the same links
+    def seconds(name: str, at: Link) -> float:
+        return of_step(options[name], link=at).seconds
 
     elements = sum(tensor.elements for tensor in layers)
     rows = []
     for name, routes in options.items():
-        of = at(name, link)
+        of = of_step(routes, link=link)
         # On another link auto would choose anew; its break-even is that of the choice on this one.
-        limits = [break_even(seconds(base), seconds(name), link=link) for base in ("plain", "fp16")]
+        limits = [
+            break_even(partial(seconds, base), partial(seconds, name), link=link)
+            for base in ("plain", "fp16")
+        ]
         rows.append(
             Row(
                 method=name,
                 step=of,
                 ratio=4 * elements / of.sent_bytes,
-                speedup=at("plain", link).seconds / of.seconds if of.seconds else 1.0,
+                speedup=seconds("plain", link) / of.seconds if of.seconds else 1.0,
                 break_even_gbit=8e-9 * limits[0],
                 break_even_fp16_gbit=8e-9 * limits[1],
                 tensors=dict(Counter(route.method for route in routes)),

@@ -25,15 +25,15 @@ from ..ops.casts import Cast, DType
 from ..settings import Settings
 from .cost import Link, wire_bytes
 
-_SIDE = 1024  # the timed runs take a matrix of this many rows and columns
+_SIDE = 1024  # rows and columns of the matrix in the timed runs
 _RANKS = 8  # of the payloads and sums in the timed runs
-_TINY = 32  # rows and columns of a matrix that takes no time but for being a tensor
+_TINY = 32  # rows and columns of a matrix whose time is that of the calls for a tensor
 _MANY = 16  # of them
 _BUCKET = 8 * 2**20  # elements, more than caches hold
 PASSES = 3  # over a bucket: in, division, out
 _SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
-_LEAST_S = 1e-13  # per element: noise must not make a time negative
-_LEAST_LINK_S = 1e-9
+_LEAST_S = 1e-13  # per element: a difference of noisy times must not be negative
+_LEAST_LINK_S = 1e-9  # likewise of two all-reduces
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,12 @@ class Rates:
 
     Attributes
     ----------
-    encode_s, decode_s, add_s : gather: a payload, the way back, and each payload summed up for it
-    pass_s, column_s : shared: whatever the rank, and for each column of the factors
-    whole_s : shared: a tensor without factors, there and back
-    cast_s : fp16, there and back; taken as two copies
-    owners_s : cast: rounded by each rank, added up where it is owned, read by all; this and shared
-        of torch's CPU where torch is loaded
-    bucket_s : whatever travels, plain too: the framework copies a gradient into its bucket, divides
+    encode_s, decode_s, add_s : gather: to encode, to decode the mean, and to add a rank's payload
+    pass_s, column_s : shared: at any rank of the factors, and for each of their columns
+    whole_s : shared: a tensor without factors, both ways
+    cast_s : fp16, both ways; taken as two copies
+    owners_s : cast, all three parts; this and shared in torch's arrays where torch is loaded
+    bucket_s : of all methods, plain too: the framework copies a gradient into its bucket, divides
         it, and copies the mean out
     gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
     """
@@ -67,7 +66,7 @@ class Rates:
 
 
 FREE = Rates()
-"""A codec that takes no time: what bytes alone would give."""
+"""A codec that takes no time: the prediction of bytes alone."""
 
 RECORDED = {
     "core": Rates(
@@ -83,10 +82,10 @@ RECORDED = {
 }  # fmt: skip
 """Rates measured once, by name, so that what is computed from them is the same everywhere.
 
-"core": one core of an AMD EPYC, of the rows in benchmarks/results/pays.json. "h200": an NVIDIA
-H200; what a step of DDP took longer with ResNet-50 and with GPT-2, as so much for each element
-and each compressed tensor (benchmarks/results/gpu/exchange_steps.json), which is for the most part
-its host's time to launch kernels; copies and sums are of codec_seconds.json beside it. How seconds
+"core": one core of an AMD EPYC, from benchmarks/results/pays.json. "h200": an NVIDIA H200, from the
+seconds that compression adds to a step of DDP with ResNet-50 and with GPT-2, divided among elements
+and compressed tensors (benchmarks/results/gpu/exchange_steps.json); most of it is the host's time
+to launch kernels. Its copies and sums are from codec_seconds.json in the same folder. How seconds
 of a gather divide into encoding and decoding was not measured; half is taken for each."""
 
 
@@ -107,21 +106,22 @@ def measure_rates(
 ) -> Rates:
     """Time the codecs of these settings on this machine, on a million elements.
 
-    side : rows and columns of the matrix; memory of much larger ones comes from the kernel each
-        time, which takes as long as some passes over it
+    side : rows and columns of the matrix; beyond 32 MB each array is new memory of the kernel,
+        which takes as long as some passes over it
     clock : seconds; time.process_time leaves out what other programs take of a busy machine
     say : called with a line before each part, to show progress
     """
     values = np.random.default_rng(0).laplace(size=side**2).astype(np.float32)
 
     def least(run: Callable[[], object]) -> float:
-        # The least of several: other programs make a run slower, never faster.
+        # The minimum: other programs make a run slower, never faster.
         return min(_seconds(run, clock) for _ in range(repeat))
 
     def per_element(run: Callable[[], object]) -> float:
         return least(run) / values.size
 
     say("timing the codec of payloads")
+    # One payload and several, so that decoding can be told from adding.
     codec = settings.codec(threads=threads)
     state = codec.new_state(values.size) if settings.feedback else None
     payload = codec.encode(values, state=state)
@@ -137,6 +137,7 @@ def measure_rates(
     matrix, small_one = _in_torch(values), _in_torch(tiny)
     many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), small_one) for _ in range(_MANY)]
     shared_tensor = least(partial(_exchange, many, [small_one] * _MANY)) / _MANY
+    # Of two ranks of the factors, so that what each column costs can be told from the rest.
     narrow, wide = (
         TensorState.of(LowRank([(side, side)], [columns]), matrix) for columns in (_SMALL, _LARGE)
     )
@@ -167,7 +168,7 @@ def fit_link(
 
     sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
         from the small one the latency
-    operation_s : of the small one's seconds, what is not spent in messages
+    operation_s : seconds of the small one that are not spent in messages
 
     >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
     >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
@@ -191,7 +192,7 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def _exchange(tensors: list[TensorState], values: list[Array]) -> None:
-    """A whole exchange, of tensors of one kind, in which all ranks have the same values."""
+    """Run an exchange of tensors of one kind, in which all ranks have the same values."""
     rounds = exchange(tensors, values, ranks=_RANKS, rank=0)
     words = next(rounds)
     for _ in range(tensors[0].part.rounds - 1):
@@ -203,13 +204,13 @@ def _exchange(tensors: list[TensorState], values: list[Array]) -> None:
 
 
 def _in_torch(values: Floats) -> Array:
-    """A copy, of torch where that is loaded: gradients are, and other code works on them."""
+    """A copy, in torch if that is loaded: gradients are then torch's, which other code handles."""
     torch = sys.modules.get("torch")
     return values.copy() if torch is None else torch.from_numpy(values.copy())
 
 
 def _cast_by_owners(dtype: DType, values: Array) -> None:
-    """A whole exchange of casts, in which all ranks have the same values."""
+    """Run an exchange of casts, in which all ranks have the same values."""
     gradient = Gradient(None, tuple(values.shape), values)
     bucket = CastBucket(Cast(dtype), [gradient], ranks=_RANKS, rank=0, feedback=None, looks=False)
     means = bucket.reduce(bucket.begin())

@@ -1,17 +1,16 @@
 """Whether compression pays for an optimizer: measured at the start, decided once, alike by all.
 
 Published schemes are mostly slower than plain Horovod on the networks people have, and a model of
-seconds is never quite right. So the tuner asks the model first and the clock last:
+seconds is never quite right. So the tuner consults the model first and the clock last:
 
-1. *plain*: steps travel as with stock Horovod and are timed; then the link is measured by two
-   all-reduces, and the codec on this process.
-2. *choose*: the cost model compares a step with all tensors plain and one in which all that are
-   worth it are compressed, or are cast to bf16. If it sees nothing to gain, all stay plain.
+1. *plain*: plain steps are timed; then two all-reduces measure the link, and each rank its codec.
+2. *choose*: the cost model compares a step with all tensors plain to one in which all that are
+   worth it are compressed, or cast to bf16. If it predicts no gain, all stay plain.
 3. *trial*: as many compressed steps are timed. If their median is not below that of the plain steps
    by `margin`, all tensors go back to plain for good.
 
-Ranks see different times, so whatever is decided is decided from integers that an all-reduce has
-summed: they are the same bits on all ranks.
+Ranks measure different times, so decisions use integers that an all-reduce has summed: they have
+the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ..consistency import Total
 from ..errors import CompressError
 from ..settings import Settings
 from .cost import Layer, Link, Method, Route, step
@@ -34,26 +34,19 @@ from .rates import Rates, fit_link, measure_rates
 
 _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
-LINK_SIZES = (4, 2**22)  # bytes of the two all-reduces
-_REPEAT = 5
+LINK_SIZES = (4, 2**22)  # bytes of the two all-reduces: nearly all latency, nearly all bandwidth
+_REPEAT = 5  # of which the fastest counts
 _NANO = 1e-9
-
-
-class SumOfRanks(Protocol):
-    """An all-reduce of the rim: it blocks, and all ranks call it in the same order."""
-
-    def __call__(self, name: str, words: Array) -> Array:
-        """The sum over the ranks of [n] float32, or of [n] int64; the same bits on every rank."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided, and from what; equal on all ranks.
+    """What was decided, and from what; the same on all ranks.
 
     Attributes
     ----------
     method : of all tensors that are worth it
-    compressed : how many these are
+    compressed : the number of these
     link, rates : as measured; rates are the mean over the ranks
     plain_s, compressed_s : predicted seconds of codec and exchange
     """
@@ -69,9 +62,8 @@ class Decision:
 class Tuner:
     """The choice for one optimizer.
 
-    The rim calls `method(name, shape)` for every gradient, and the tuner tells steps apart by a
-    name that comes again. Measuring happens inside such a call, on all ranks, before the first
-    tensor of a step is on its way.
+    The rim calls `method(name, shape)` for every gradient; a name that comes again begins a step.
+    Measuring happens inside such a call, on all ranks, before the first tensor of a step is sent.
 
     Parameters
     ----------
@@ -79,18 +71,17 @@ class Tuner:
     ranks : of the process set
     total : the rim's all-reduce
     steps : plain steps, and steps of a trial, that are timed
-    skip : steps before each of them that are not: names are negotiated, `shared` warms up
+    skip : steps before each of them that are not, while names are negotiated
     margin : fraction of a step by which a trial must be faster
     rates : None measures the codec
-    clock : seconds; a test gives its own
-    plain : what plain steps are called in the log
-    casts : whether the rim can do what casts need, an all-to-all and a gather
+    clock : seconds; replaced in tests
+    plain : the name of plain steps in the log
+    casts : whether the rim can run what casts need, an all-to-all and a gather
 
     Attributes
     ----------
-    choice : how the gradients of the step under way travel, "plain", "cast" or the settings'
-        exchange
-    decision : what was decided, None before
+    choice : how gradients of this step travel: "plain", "cast" or the exchange of the settings
+    decision : None until it was made
     """
 
     def __init__(
@@ -98,7 +89,7 @@ class Tuner:
         settings: Settings,
         *,
         ranks: int,
-        total: SumOfRanks,
+        total: Total,
         steps: int = 5,
         skip: int = 2,
         margin: float = 0.02,
@@ -137,20 +128,16 @@ class Tuner:
 
     @property
     def settled(self) -> bool:
-        """Whether it is decided, and nothing is timed any more."""
+        """Whether the choice is final, and nothing is timed any more."""
         return self._phase == "settled"
 
     @property
     def rests(self) -> bool:
-        """Whether it is settled, and was for a step, in which what was not sent has left."""
+        """Whether it has been settled for a step, in which residuals of a trial were sent."""
         return self.settled and self._in_phase > 0
 
     def report(self) -> dict[str, float]:
-        """What was measured and chosen; the same on every rank.
-
-        tuned: whether it is decided; tuned_tensors: those that may be compressed;
-        plain_step_s, trial_step_s: median seconds of a step, 0 where none was timed.
-        """
+        """What was measured and chosen; the same on every rank. See Compression.report."""
         compressed = self.decision.compressed if self.decision and self.choice != "plain" else 0
         return {
             "tuned": float(self.settled), "tuned_tensors": compressed,
@@ -158,19 +145,21 @@ class Tuner:
         }  # fmt: skip
 
     def _step(self) -> None:
-        """A step begins."""
+        """Begin a step, and time the one before."""
         if self.settled:
             self._in_phase += 1
             return
+        # The first call of a phase ends no step of it, and `skip` steps are not timed.
         if self._in_phase > self._skip:
             self._times.append(self._clock() - self._began)
         self._in_phase += 1
         if len(self._times) == self._steps:
             self._judge()
-        # What judging took belongs to no step.
+        # The time that judging took belongs to no step.
         self._began = self._clock()
 
     def _judge(self) -> None:
+        """Decide from the timed steps of a phase, and enter the next."""
         median = self._mean(statistics.median(self._times))
         if self._phase == "plain":
             self._plain_s = median
@@ -213,7 +202,7 @@ class Tuner:
         )
 
     def _decide(self) -> Decision:
-        """Measure, then ask the model; called by all ranks at once."""
+        """Measure, then consult the model; all ranks call it at once."""
         link = self._measure_link()
         rates = self._agree(self._rates or measure_rates(self.settings, repeat=1, say=_log.debug))
         layers = [self._layers[name] for name in sorted(self._layers)]
@@ -230,7 +219,7 @@ class Tuner:
         plain_s = seconds(routes("plain"))
         compressed_s, best = min((seconds(routes(method)), method) for method in methods)
         pays = compressed_s <= (1 - self._margin) * plain_s
-        # A route that falls back on plain says so itself.
+        # Routes of tensors that are too small are plain.
         count = sum(route.method != "plain" for route in routes(best))
         method = best if pays and count else "plain"
         return Decision(method, count, link, rates, plain_s, compressed_s)
@@ -242,13 +231,13 @@ class Tuner:
             values = np.zeros(size // 4, np.float32)
             times = []
             for number in range(_REPEAT):
-                # All begin together, or the first rank to come measures how late the others are.
+                # All begin together, or the first rank would measure how late the others are.
                 self._total(f"sn.tune.ready.{size}.{number}", np.zeros(1, np.int64))
                 start = self._clock()
                 self._total(f"sn.tune.link.{size}.{number}", values)
                 times.append(self._clock() - start)
             best.append(self._mean(min(times)))
-        # The small one is nearly all agreement; how much of it is messages cannot be seen here.
+        # All of the small one counts as messages: how much is agreement cannot be told here.
         return fit_link(LINK_SIZES, best, self.ranks)
 
     def _agree(self, rates: Rates) -> Rates:

@@ -279,6 +279,22 @@ def unused(both):
     assert not values[0]["wide"].any()
 
 
+def test_memories_of_unused_parameters_wait_in_dense_steps_and_behind_them():
+    both = engines(LowRankCompression.using(ratio=8, warmup=1, every=2))
+    for seed in range(2):
+        step(both, noise(seed))
+    owed = [engine.residual("wide") for engine in both]
+    assert all(own.any() for own in owed)
+    for seed, kind in ((2, "dense"), (3, "coded")):
+        values = noise(seed)
+        for own in values:
+            own["wide"][:] = 0
+        assert "wide" in step(both, values).named[kind]
+        assert not values[0]["wide"].any()
+        for engine, own in zip(both, owed, strict=True):
+            np.testing.assert_array_equal(engine.residual("wide"), own)
+
+
 def test_what_the_tuner_gives_up_leaves_with_a_plain_gradient_once():
     both, owed = given_up()
     unused(both)

@@ -46,7 +46,7 @@ def test_owners_share_the_elements_and_stay():
     assert max(loads) - min(loads) <= max(sizes.values())
     again = Owners(8)
     for name in reversed(list(sizes)):  # of what is known nothing is decided anew
-        again.take(name, sizes[name], chosen[name])
+        again.of_name[name] = chosen[name]
     assert {name: again.of(name, n) for name, n in sizes.items()} == chosen
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from sn_compress import Link, LowRankCompression, predict
 from sn_compress.ops.products import cut
-from sn_compress.prediction.cost import keras_layout, layers
+from sn_compress.prediction.cost import Layer, layers
 
 
 @pytest.mark.parametrize(("shape", "matrix"), [
@@ -33,6 +33,11 @@ def test_no_other_cut_has_fewer_rows_and_columns(shape):
     assert rows + columns == min(sums)
     first = sums.index(min(sums))
     assert rows == math.prod(shape[:first])
+
+
+def keras_layout(model):
+    """The same parameters as Keras has them: (in, out), and (height, width, in, out)."""
+    return [Layer(layer.name, (*layer.shape[2:], *layer.shape[1::-1])) for layer in model]
 
 
 def test_kerass_layout_is_that_of_keras():

@@ -116,7 +116,7 @@ def test_a_damaged_sum_is_known_as_one(method):
 ], ids=["rows", "frequencies"])  # fmt: skip
 def test_tensors_travel_together_as_they_do_alone(alone):
     rng = np.random.default_rng(5)
-    (part,) = type(alone[0]).together(alone)
+    part = type(alone[0]).together(alone)
     together, apart = Ranks([part], 2), [Ranks([each], 2) for each in alone]
     for _ in range(6):
         gradients = chance(rng, 2, part.shapes, 0.5)

@@ -37,6 +37,9 @@ def test_diminishing_follows_the_square_root_of_the_rate():
     assert schedule.theta(10**6) == pytest.approx(0.0, abs=0.09)
     with pytest.raises(CompressError, match="rate"):
         Diminishing(0.9, rate=lambda step: 2.0).theta(0)
+    for power in (-1.0, math.nan):
+        with pytest.raises(CompressError, match="power"):
+            Diminishing(0.9, rate=lambda step: 0.5, power=power)
 
 
 def cosine(steps: int):

@@ -1,11 +1,12 @@
-"""Method: the tensors of a bucket that travel in one way, and what it owes to the others.
+"""Method: tensors of a bucket that travel in the same way; the interface of all methods.
 
-A gather hands every rank all payloads, so what is received grows with their number. Here all ranks
-agree, from numbers they already share, on what will be sent; an all-reduce adds it up. The cost
-does not grow with the number of ranks, and a rank that has joined just adds zeros.
+In a gather every rank receives all payloads, so bytes grow with their number. Here all ranks agree,
+from numbers they already share, on what is sent, and an all-reduce adds it up. The cost does not
+grow with the number of ranks, and a rank that has joined just adds zeros.
 
-All of it is array code without a branch on data: the same functions run in NumPy and in torch on
-any device. What ranks share is computed from integers, so that it has the same bits everywhere.
+Methods are array code without a branch on data: the same functions run in NumPy, in torch on any
+device, and in TensorFlow's graphs. What ranks share is computed from integers, so that it has the
+same bits everywhere.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ HEAD = 2  # words of a round before those of its parts
 
 @dataclass(frozen=True)
 class Send:
-    """Words to add up: [words] int32, and whether this rank has numbers (0-d bool).
+    """Words to add up, [words] int32, and whether all numbers of this rank are finite, 0-d bool.
 
-    energy : the squared norm of gradients and memories, of a step that has added them itself
+    energy : the squared norm of gradients and memories, if the step has added them itself
     """
 
     words: Array
@@ -50,8 +51,8 @@ class Outcome:
     Attributes
     ----------
     residuals : per tensor, [rows, columns] float32: what this rank has not sent; the next memories
-    mean : per tensor, [rows, columns] float32; NaN where a rank had no numbers
-    state : the next step's, for a step in which all ranks had numbers
+    mean : per tensor, [rows, columns] float32; NaN if the step is lost
+    state : the next step's, unless the step is lost
     sent : 0-d float32, the squared norm of gradient plus memory minus that of `residuals`
     """
 
@@ -65,7 +66,7 @@ Step = Generator[Send, Summed, Outcome]
 
 
 class Method(ABC):
-    """Tensors that travel in one way, in one bucket. Settings only: a step changes nothing here.
+    """Tensors of one bucket and their settings; a step changes nothing here.
 
     Attributes
     ----------
@@ -81,17 +82,20 @@ class Method(ABC):
         """Words of 4 bytes that travel in each round."""
 
     @classmethod
-    def together(cls, parts: Sequence[Method]) -> list[Method]:
-        """Parts of this class as fewer of them, the tensors in the same order."""
-        return list(parts)
+    @abstractmethod
+    def together(cls, parts: Sequence[Method]) -> Method:
+        """Merge parts of this class; the tensors stay in order.
 
+        A step of many small tensors is mostly calls of a library: one part makes them once.
+        """
+
+    @abstractmethod
     def split(self, state: State) -> list[State]:
         """The state of each tensor, in the order of `shapes`."""
-        return [state]
 
     def join(self, states: Sequence[State]) -> State:
-        """What `split` has split."""
-        if len(states) == 1:
+        """Invert `split`."""
+        if len(states) == 1:  # the same arrays, not copied
             return dict(states[0])
         xp = namespace(next(iter(states[0].values())))
         return {name: xp.concat([state[name] for state in states]) for name in states[0]}
@@ -104,7 +108,7 @@ class Method(ABC):
     def begin(self, state: State, means: Sequence[Array]) -> State:
         """Directions and scales for gradients like these means, which all ranks know.
 
-        means : per tensor [rows, columns] float32; one that is zero or not finite says nothing
+        means : per tensor [rows, columns] float32; one that is zero or not finite changes nothing
         """
 
     @abstractmethod
@@ -127,8 +131,8 @@ class Method(ABC):
         Parameters
         ----------
         state : as the last step left it
-        matrices : per tensor [rows, columns] float32, gradient plus memory. They are the part's to
-            keep: what was sent is subtracted in place where the library can
+        matrices : per tensor [rows, columns] float32, gradient plus memory; overwritten: what is
+            sent is subtracted in place where the library can
         ranks, rank : how many may add to the sum; which of them this is, where it matters
         exact : the mean has the same bits on hardware of any kind; else on equal hardware only
         outs : per tensor, where to write the mean; None for new arrays
@@ -145,15 +149,15 @@ class Method(ABC):
         added: Sequence[Array | None] | None,
         outs: Sequence[Array] | None,
     ) -> Step | None:
-        """The step, memories included, by the extension, with the same bits; None without one.
+        """The step by the extension, with the same bits; None where it has none.
 
-        Of NumPy arrays, [n] float32; see Bucket.step.
+        Unlike `step` it adds the memories itself; of NumPy arrays, [n] float32. See Bucket.step.
         """
         return None
 
 
 def cut_up(state: State, lengths: dict[str, Sequence[int]]) -> list[State]:
-    """Split arrays that hold those of many tensors one after another into each tensor's."""
+    """Split arrays that hold those of all tensors, one behind the other, by tensor."""
     ends = {name: list(accumulate(sizes, initial=0)) for name, sizes in lengths.items()}
     count = len(next(iter(lengths.values())))
     return [

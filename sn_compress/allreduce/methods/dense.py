@@ -1,4 +1,4 @@
-"""Everything, in 16-bit digits; what rounding takes is made good a step later."""
+"""Dense: whole tensors in digits of 16 bits; rounding errors travel with the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
 
 
 class Dense(Method):
-    """All numbers of each tensor, on one scale for a tensor.
+    """All numbers of each tensor; a tensor has one scale.
 
     Parameters
     ----------
@@ -26,8 +26,8 @@ class Dense(Method):
         )
 
     @classmethod
-    def together(cls, parts: Sequence[Method]) -> list[Method]:
-        return [cls([shape for part in parts for shape in part.shapes])]
+    def together(cls, parts: Sequence[Method]) -> Dense:
+        return cls([shape for part in parts for shape in part.shapes])
 
     def split(self, state: State) -> list[State]:
         return cut_up(state, {"scales": [1] * len(self.shapes)})
@@ -57,6 +57,7 @@ class Dense(Method):
         outs: Sequence[Array] | None = None,
     ) -> Step:
         xp = namespace(matrices[0])
+        # All tensors as one vector, so that a round is the same few calls for many small ones.
         flat, finite = numbers(self._columns.join(matrices))
         words, sent = self._columns.pack(flat, state["scales"], ranks)
         received: Summed = yield Send(words, finite)

@@ -1,27 +1,19 @@
-"""Frequencies: low-rank factors of a convolution's frequencies, of those that owe most in a step.
+"""Frequencies: low-rank factors of a convolution's frequencies, in each step the strongest ones.
 
-Under a DCT over the axes of its kernels a gradient of shape (out, in, height, width) becomes
+Under a DCT-II over the axes of its kernels a gradient of shape (out, in, height, width) becomes
 height * width matrices [out, in], one for each frequency, and few of them hold most of its energy.
 A direction of one of these has out + in numbers; one of the whole tensor, as low rank has it, has
-out + in * height * width. So several times as many of them travel in the same words.
+out + in * height * width. So several times as many of them travel in the same words. Channels have
+no order, and so no frequencies.
 
-Which ones, all ranks know without a word: of each direction they remember how much it brought for
-each step that it had waited, and how long it has waited. What is sent is the largest of one times
-the other; what has been silent counts as a thirty-second of the loudest, so that everything is sent
+Which ones travel, all ranks know without a message. Of each direction they keep how much it brought
+for each step that it had waited, and how long it has waited; those with the largest product of both
+are sent. What brought little counts as a thirty-second of the strongest, so that everything is sent
 in the end. Norms are of whole numbers, and products and roots those that all libraries round alike.
 
 The two rounds are those of low rank (`low_rank.py`); directions of two frequencies are orthogonal.
-
-Where a convolution's gradient has its kernels, and the frequencies of a kernel.
-
-torch lays kernels out as (out, in, height, width), Keras as (height, width, in, out). The DCT-II
-over the axes of a kernel gathers what neighbours have in common in few numbers; channels have no
-order, and so no frequencies.
-
-RoundRobin: the directions of one tensor's frequencies that travel in a step.
-
-A direction q of the frequency with wave c is the direction q x c of the whole tensor, so that the
-tensor is multiplied where it lies, and no spectrum of it is made.
+A direction q of the frequency with wave c is the direction q x c of the whole tensor, so the tensor
+is multiplied as it lies in memory, and its spectrum is never computed.
 """
 
 from __future__ import annotations
@@ -43,8 +35,8 @@ from ...ops.products import exact_outer, outer, subtract_outer, times_columns, t
 from .base import Method, Outcome, Send, State, Step, Summed, cut_up
 from .low_rank import LowRank, as_integers
 
-MOST = 64  # numbers in a kernel; where there are more, axes are of something else
-_GRID = 2.0**22  # float32 has these multiples exactly, whatever the host's cosine ends in
+MOST = 64  # numbers in a kernel; axes of more are taken for something else
+_GRID = 2.0**22  # float32 has all multiples of 2**-22 up to 1, whatever the host's cosine ends in
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,8 @@ class Kernels:
 def kernels_of(shape: Sequence[int]) -> Kernels | None:
     """Return the kernels of a tensor; None where it has none.
 
-    A tensor of 3 to 5 axes has them, at the end with the smaller axes; the last if equal.
+    torch lays them out as (out, in, height, width), Keras as (height, width, in, out). So a tensor
+    of 3 to 5 axes has them at the end where the product of axes is smaller; at the last if equal.
 
     >>> kernels_of((64, 32, 3, 3))
     Kernels(sides=(3, 3), inputs=32, outputs=64, last=True)
@@ -101,36 +94,33 @@ def kernels_of(shape: Sequence[int]) -> Kernels | None:
 
 @cache
 def waves(sides: tuple[int, ...]) -> Constant:
-    """[count, count] float32: the frequencies of a kernel of these sides, each an array of it.
+    """[count, count] float32: the DCT-II's matrix for kernels of these sides, a row a frequency.
 
-    Rows of the DCT-II's matrix, orthonormal but for the rounding to multiples of 2**-22.
+    Orthonormal but for the rounding to multiples of 2**-22.
     """
     basis: npt.NDArray[np.float64] = np.ones((1, 1))
     for side in sides:
-        basis = np.asarray(np.kron(basis, _cosines(side)), np.float64)
+        row, column = np.indices((side, side))
+        matrix = np.cos(np.pi * row * (2 * column + 1) / (2 * side)) * math.sqrt(2 / side)
+        matrix[0] = math.sqrt(1 / side)
+        basis = np.asarray(np.kron(basis, matrix), np.float64)
     return Constant((np.round(basis * _GRID) / _GRID).astype(np.float32))
 
 
-def _cosines(side: int) -> npt.NDArray[np.float64]:
-    row, column = np.indices((side, side))
-    matrix = np.cos(np.pi * row * (2 * column + 1) / (2 * side)) * math.sqrt(2 / side)
-    matrix[0] = math.sqrt(1 / side)
-    return np.asarray(matrix, np.float64)
-
-
-_NEWS = 5 / 16  # weight of the last time in the average of what a direction brought
-_TINY, _HUGE = 2.0**-126, 2.0**127  # of float32
+_NEWS = 5 / 16  # weight of the last time in the average of what a direction brought; see rows.py
+_TINY, _HUGE = 2.0**-126, 2.0**127  # the smallest normal float32, and nearly the largest
 
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """Some of a tensor's directions, [count], of one frequency each.
+    """The directions of one tensor that travel in a step, [count], of one frequency each.
 
     Attributes
     ----------
-    kernels : how the tensor lies
+    kernels : the layout of the tensor
     places : [count] int64 ascending, among all directions, which lie frequency by frequency
-    wave, waves : of each, which one, [count] int64, and its array, [count, frequencies] float32
+    wave, waves : of each, its frequency, [count] int64, and that one's row of the DCT's matrix,
+        [count, frequencies] float32
     directions : [count, input channels] float32, as they were when sent last
     scale : [count] float32, about what each is expected to bring
     """
@@ -146,7 +136,7 @@ class RoundRobin:
     def of(
         cls, kernels: Kernels, places: Array, expected: Array, basis: Array, per_frequency: int
     ) -> RoundRobin:
-        """Those at some places of a tensor.
+        """The directions at these places.
 
         expected : [all directions] float32, above zero
         basis : [all directions, channels] float32
@@ -208,20 +198,21 @@ class RoundRobin:
         return xp.sum((sent * scale) * ((2 * before - sent) * scale))
 
     def learned(self, state: State, directions: Array, sums: Array, unit: Array) -> State:
-        """What is known of the tensor's directions when these have been sent.
+        """What is known of all directions after these have been sent.
 
-        sums, unit : whole numbers [count, channels], and what one stands for in parts of the scale
+        sums, unit : whole numbers [count, channels], and what 1 stands for, in parts of the scale
         """
         xp = namespace(directions)
-        # Integers: their squares are summed exactly, and a root has one rounding everywhere.
+        # Of integers: their squares are summed exactly, and a root has one rounding everywhere.
         wide = xp.astype(sums, xp.float64)
         norms = xp.sqrt(xp.sum(wide * wide, axis=1)) * xp.astype(unit, xp.float64)
         waited = xp.astype(xp.take(state["age"], self.places, axis=0), xp.float64)
         brought = norms * xp.astype(self.scale, xp.float64) / waited
         news = xp.astype(xp.clip(brought, 0.0, _HUGE), xp.float32)
         past = xp.astype(xp.take(state["spread"], self.places, axis=0), xp.float64) * (1 - _NEWS)
-        # Both products are exact, so that it does not matter who adds before rounding.
+        # Both products are exact, so that a fused multiply-add rounds as two operations do.
         average = past + xp.astype(news, xp.float64) * _NEWS
+        # Subnormal numbers are zero on some processors, so here they are on all.
         average = xp.where(average >= _TINY, average, xp.zeros_like(average))
         basis = xp.reshape(state["basis"], (-1, self.kernels.inputs))
         basis = put(xp.asarray(basis, copy=True), self.places, directions)
@@ -236,7 +227,7 @@ class RoundRobin:
     def embed(self, rows: Array) -> Array:
         """Return rows [count, side] with zeros at every other frequency, [n].
 
-        Rows of different frequencies are orthogonal then.
+        So rows of different frequencies are orthogonal, as they are in the whole tensor.
         """
         xp, count = namespace(rows), self.kernels.count
         frequencies = xp.arange(count, dtype=xp.int64, device=device_of(rows))
@@ -270,8 +261,7 @@ class RoundRobin:
 
 
 _KEPT = 8  # directions that a frequency keeps at least; few of all travel in a step
-_SILENT = 2.0**-5  # of the largest: what each direction is thought to bring at least
-_TINY, _HUGE = 2.0**-126, 2.0**127  # of float32
+_LEAST = 2.0**-5  # of the largest: what each direction is expected to bring at least
 _BITS = 15  # of a mean gradient's frequencies, where directions are sought in integers
 
 
@@ -280,7 +270,7 @@ class Frequencies(Method):
 
     Parameters
     ----------
-    kernels : how each tensor lies
+    kernels : the layout of each tensor
     sizes : directions of each that travel in a step, 1 to frequencies times the fewer channels
     """
 
@@ -309,33 +299,29 @@ class Frequencies(Method):
         # With zeros at other frequencies; see RoundRobin.embed.
         self._left_rows, self._right_rows = (
             Orthonormal(
-                [
-                    (size, kernel.count * side)
-                    for kernel, (size, side) in zip(kernels, factors, strict=True)
-                ]
+                [(size, k.count * side) for k, (size, side) in zip(kernels, of, strict=True)]
             )
-            for factors in (left, right)
+            for of in (left, right)
         )
-        self._known = [  # directions of each frequency
+        # Directions of each frequency: twice as many as travel if all frequencies send alike.
+        self._known = [
             min(kernel.outputs, kernel.inputs, max(_KEPT, -(-2 * size // kernel.count)))
             for kernel, size in pairs
         ]
         self._all = [kernel.count * n for kernel, n in zip(kernels, self._known, strict=True)]
         # Each frequency as a tensor of its own, for the first directions.
-        self._first = LowRank(
-            [(kernel.outputs, kernel.inputs) for kernel in kernels for _ in range(kernel.count)],
-            [
-                directions
-                for kernel, directions in zip(kernels, self._known, strict=True)
-                for _ in range(kernel.count)
-            ],
-        )
+        matrices = [
+            ((kernel.outputs, kernel.inputs), known)
+            for kernel, known in zip(kernels, self._known, strict=True)
+            for _ in range(kernel.count)
+        ]
+        self._first = LowRank([shape for shape, _ in matrices], [known for _, known in matrices])
 
     @classmethod
-    def together(cls, parts: Sequence[Method]) -> list[Method]:
+    def together(cls, parts: Sequence[Method]) -> Frequencies:
         mine = [part for part in parts if isinstance(part, cls)]
         kernels = [kernel for part in mine for kernel in part.kernels]
-        return [cls(kernels, [size for part in mine for size in part.sizes])]
+        return cls(kernels, [size for part in mine for size in part.sizes])
 
     def split(self, state: State) -> list[State]:
         one = [1] * len(self.sizes)
@@ -351,7 +337,7 @@ class Frequencies(Method):
         return [self._left.words(ranks), self._right.words(ranks)]
 
     def new_state(self, like: Array) -> State:
-        """Directions [n] float32; of each spread, age float32; of each tensor two exponents."""
+        """Directions [n]; spread and age of each, float32; of each tensor two exponents, int32."""
         xp, at = namespace(like), device_of(like)
         zeros = xp.zeros(len(self.sizes), dtype=xp.int32, device=at)
         ones = xp.ones(sum(self._all), dtype=xp.float32, device=at)
@@ -376,7 +362,7 @@ class Frequencies(Method):
         return state | {"basis": flat, "spread": xp.where(join(known), spread, state["spread"])}
 
     def rescale(self, state: State, quarters: int) -> State:
-        # Scales are parts of these.
+        # Exponents stay: numbers travel divided by what is expected of them, which is `spread`.
         return state | {"spread": state["spread"] * float(np.float32(2.0 ** (quarters / 4)))}
 
     def step(
@@ -392,10 +378,12 @@ class Frequencies(Method):
         xp = namespace(matrices[0])
         known = self.split(state)
         visits = [self._visited(one, place) for place, one in enumerate(known)]
+        # The first round of low rank, for the chosen directions.
         p = [visit.times_directions(m) for visit, m in zip(visits, matrices, strict=True)]
         flat, finite = numbers(join([xp.reshape(product, (-1,)) for product in p]))
         received: Summed = yield Send(self._left.pack(flat, state["left"], ranks)[0], finite)
         sums, _, left = self._left.unpack(received.words, state["left"], ranks)
+        # Orthonormal within each frequency: what is left of the tensor follows from the factors.
         rows = _orthonormal(self._left_rows, visits, self._numbers(self._left, sums))
         triples = zip(visits, rows, matrices, strict=True)
         q, finite = numbers(join([xp.reshape(v.times_rows(p, m), (-1,)) for v, p, m in triples]))
@@ -420,17 +408,17 @@ class Frequencies(Method):
         return Outcome(residuals, means, following, xp.sum(xp.stack(energies)))
 
     def _visited(self, state: State, place: int) -> RoundRobin:
-        """Return those of a tensor's directions that are expected to carry most energy."""
+        """Return the directions of a tensor that are expected to carry most energy."""
         xp, kernels = namespace(state["spread"]), self.kernels[place]
         spread, age = (xp.astype(state[name], xp.float64) for name in ("spread", "age"))
-        spread = xp.maximum(spread, xp.max(spread) * _SILENT)
+        spread = xp.maximum(spread, xp.max(spread) * _LEAST)
         expected = xp.astype(xp.clip(spread * age, _TINY, _HUGE), xp.float32)
         places = largest(orders(expected), self.sizes[place])
         basis = xp.reshape(state["basis"], (-1, kernels.inputs))
         return RoundRobin.of(kernels, places, expected, basis, self._known[place])
 
     def _numbers(self, columns: FixedPointColumns, flat: Array) -> list[Array]:
-        """[size] as one [directions, channels] for each tensor."""
+        """Split [size] numbers into [directions, channels] of each tensor."""
         pieces = zip(columns.split(flat), self.sizes, strict=True)
         return [namespace(piece).reshape(piece, (size, -1)) for piece, size in pieces]
 
@@ -459,7 +447,7 @@ def _frequencies_of(kernels: Kernels, tensor: Array) -> tuple[list[Array], Array
     xp = namespace(tensor)
     wave = xp.round(xp.astype(waves(kernels.sides).on(tensor), xp.float64) * 2.0**_BITS)
     k, outputs, inputs = kernels.count, kernels.outputs, kernels.inputs
-    # Integers of 30 bits and their sums: exact.
+    # Products of 30 bits, of which a kernel has at most 64: float64 sums them exactly.
     if kernels.last:
         spectra = xp.reshape(tensor, (-1, k)) @ xp.permute_dims(wave, (1, 0))
         spectra = xp.permute_dims(xp.reshape(spectra, (outputs, inputs, k)), (2, 0, 1))

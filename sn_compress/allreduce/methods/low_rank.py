@@ -3,8 +3,9 @@
 PowerSGD (Vogels, Karimireddy, Jaggi 2019, algorithm 1) sums P = M Q over the ranks, makes it
 orthonormal, sums Q = M^T P, and takes P Q^T: the best approximation in the columns of P, which
 one power iteration from the last step's Q has turned towards this step's gradient. It sends
-float32. The first sum only has to find directions, and what rounding takes from the second
-stays in the memory: with 8 ranks both travel in 8 bits, so the same bytes hold four times the rank.
+float32. Here both sums are of digits, of 8 bits with 8 ranks, so the same bytes hold four times the
+rank: the first sum only has to find directions, and rounding errors of the second stay in the
+memory.
 
 Factors are stored transposed, a column's numbers side by side: the products then read the matrix in
 the order in which it lies, which is half again as fast (docs/decisions/0036).
@@ -33,7 +34,9 @@ from ...ops.orthonormal import Orthonormal, most
 from ...ops.products import exact_outer, kernel, outer, subtract_outer, times_columns, times_rows
 from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
 
-_BITS = 15  # of a mean gradient's numbers, where directions are sought in integers
+# Of a mean gradient's numbers, where directions are sought in integers: a product of two has 30
+# bits, and float64 sums 2**23 of these exactly.
+_BITS = 15
 _ITERATIONS = 2  # Halko, Martinsson, Tropp 2011, algorithm 4.4
 
 
@@ -67,10 +70,10 @@ class LowRank(Method):
         self._tables: dict[int, _Tables] = {}
 
     @classmethod
-    def together(cls, parts: Sequence[Method]) -> list[Method]:
+    def together(cls, parts: Sequence[Method]) -> LowRank:
         lows = [part for part in parts if isinstance(part, cls)]
         shapes = [shape for part in lows for shape in part.shapes]
-        return [cls(shapes, [size for part in lows for size in part.sizes])]
+        return cls(shapes, [size for part in lows for size in part.sizes])
 
     def split(self, state: State) -> list[State]:
         basis = [count * side for count, side in self.right.shapes]
@@ -82,33 +85,25 @@ class LowRank(Method):
     def new_state(self, like: Array) -> State:
         xp = namespace(like)
         zeros = xp.zeros(self.left.count, dtype=xp.int32, device=device_of(like))
-        return {"basis": self._start(like), "left": zeros, "right": zeros}
-
-    def _start(self, like: Array) -> Array:
-        """Any orthonormal directions; the same on every rank."""
-        factors = []
-        for (_, columns), size in zip(self.shapes, self.sizes, strict=True):
-            chance = np.random.default_rng(columns).integers(-127, 128, (size, columns))
-            factors.append(chance.astype(np.int32))
-        return asarray_like(self.right_rows(self.right.join(factors)), like)
+        # Any directions will do, if they are the same on all ranks and do not depend on the bucket.
+        factors = [
+            np.random.default_rng(columns).integers(-127, 128, (size, columns)).astype(np.int32)
+            for (_, columns), size in zip(self.shapes, self.sizes, strict=True)
+        ]
+        basis = asarray_like(self.right_rows(self.right.join(factors)), like)
+        return {"basis": basis, "left": zeros, "right": zeros}
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
         xp = namespace(state["basis"])
-        matrices, steps = zip(*(as_integers(mean) for mean in means), strict=True)
+        matrices, units = zip(*(as_integers(mean) for mean in means), strict=True)
         flat, p, q = self.find_directions(state["basis"], matrices)
-        left, right = (
-            columns.expected(
-                columns.peaks(
-                    xp.astype(
-                        columns.join([p * step for p, step in zip(products, steps, strict=True)]),
-                        xp.float32,
-                    )
-                ),
-                state[name],
-            )
-            for columns, products, name in ((self.left, p, "left"), (self.right, q, "right"))
-        )
-        return {"basis": flat, "left": left, "right": right}
+        new = {"basis": flat}
+        # The first step's scales are those of the factors that these means themselves would have.
+        for columns, products, name in ((self.left, p, "left"), (self.right, q, "right")):
+            factors = [product * unit for product, unit in zip(products, units, strict=True)]
+            peaks = columns.peaks(xp.astype(columns.join(factors), xp.float32))
+            new[name] = columns.expected(peaks, state[name])
+        return new
 
     def find_directions(
         self, flat: Array, matrices: Sequence[Array]
@@ -120,6 +115,7 @@ class LowRank(Method):
         flat : initial directions
         matrices : integers of at most 15 bits, float64
         """
+        # The most with which `Orthonormal` is exact on the longest column.
         bits = most(max(max(shape) for shape in self.shapes)).bit_length() - 1
         for _ in range(_ITERATIONS + 1):
             p = _exact_products(self.right.split(flat), [matrix_transpose(m) for m in matrices])
@@ -145,26 +141,27 @@ class LowRank(Method):
         outs: Sequence[Array] | None = None,
     ) -> Step:
         xp = namespace(matrices[0])
-        # P = M Q
+        # P = M Q. Nothing is remembered of its rounding: that only turns the directions a little.
         p, finite = numbers(times_rows(self.right.split(state["basis"]), matrices))
         received: Summed = yield Send(self.left.pack(p, state["left"], ranks)[0], finite)
         sums, _, left_exponents = self.left.unpack(received.words, state["left"], ranks)
         p_of = self.left.split(self.left_rows(sums))
-        # Q = M^T P
+        # Q = M^T P. All ranks have the same P, so the sum of their Q is that of the mean.
         q, finite = numbers(times_columns(p_of, matrices))
         words, sent = self.right.pack(q, state["right"], ranks)
         received = yield Send(words, finite)
         sums, unit, right_exponents = self.right.unpack(received.words, state["right"], ranks)
         mean = self.right.split(xp.astype(sums, xp.float32) * (unit * received.poison))
+        # Less what was sent of Q, and not Q: so its rounding error stays in the memory.
         residuals = subtract_outer(matrices, p_of, self.right.split(sent))
         means = exact_outer(p_of, mean, outs) if exact else outer(p_of, mean, outs)
         new = {
-            # Where the gradient has fewer directions, the old ones stay.
+            # The old directions where the gradient has fewer than these.
             "basis": self.right_rows(sums, state["basis"]),
             "left": left_exponents,
             "right": right_exponents,
         }
-        # P is orthonormal: the norm of the residual follows from the factors.
+        # P is orthonormal: |M|^2 - |M - P sent^T|^2 follows from factors, without a pass over M.
         return Outcome(residuals, means, new, xp.sum(sent * (2 * q - sent)))
 
     def compiled_step(
@@ -227,7 +224,7 @@ class LowRank(Method):
 
 
 class _Tables:
-    """What the extension's calls have in common for some tensors and number of ranks."""
+    """Arguments of the extension's calls that follow from the tensors and the number of ranks."""
 
     def __init__(self, method: LowRank, ranks: int) -> None:
         pairs = zip(method.shapes, method.sizes, strict=True)
@@ -245,7 +242,7 @@ def _side(columns: FixedPointColumns, ranks: int, over: int) -> tuple[Any, ...]:
 
 
 def _words(total: Summed) -> Array:
-    """Convert the sum to the type that the extension reads; the caller's may be another."""
+    """The sum as the extension reads it; a rim may bring another array of a host."""
     return np.ascontiguousarray(to_host(total.words), np.int32)
 
 
@@ -268,6 +265,6 @@ def _exact_products(factors: Sequence[Array], matrices: Sequence[Array]) -> list
 
 
 def _rounded(factors: Sequence[Array], bits: int) -> Array:
-    """[size]: their directions as integers."""
+    """[size] directions as integers of `bits` bits, each row on a scale of its own."""
     xp = namespace(factors[0])
     return join([xp.reshape(integers(factor, bits)[0], (-1,)) for factor in factors])

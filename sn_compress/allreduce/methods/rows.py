@@ -1,14 +1,14 @@
-"""Rows: those of a matrix that all ranks send, agreed a step ahead.
+"""Rows: those rows of a matrix that all ranks send, agreed on a step ahead.
 
-The gradient of an embedding has few rows that are not zero, others at every step: it has no low
-rank, and what one rank would pick is not what another has. But positions can be told in a sum: each
-rank writes its picks into a slot of the words that the others leave at zero. A step late does
-not matter, as a row is named for what of it has not been sent. What the picks leave free
-goes to rows that past means show to be large, and to those that waited longest.
+The gradient of an embedding has few rows that are not zero, others in every step: it has no low
+rank, and the rows that one rank would pick are not another's. But a sum can carry positions: each
+rank writes its picks into a slot of the words that the others leave at zero. That they hold for the
+next step does no harm, as a row is picked for what of it is in the memory. Room that the picks
+leave goes to rows that were large in past means, and to those that have waited longest.
 
-Which rows are sent follows from what all ranks share. That is kept by operations that every library
-rounds alike: maxima, and roots, products and quotients of float64; the average of past changes has
-weights of few bits, so that its products are exact and it does not matter who adds before rounding.
+Which rows are sent follows from what all ranks share, by operations that every library rounds
+alike: maxima, and roots, products and quotients of float64. The average of past means has weights
+of few bits, so that its products are exact, and a fused multiply-add rounds as two operations do.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...ops.bits import agreed_rows, own_slot, read_positions, slot_words
 from ...ops.fixed_point import FixedPointColumns, shifted
 from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
 
-_NEWS = 5 / 16  # weight of the last mean in the average of past ones
-_TINY = 2.0**-126  # of float32
+_NEWS = 5 / 16  # weight of the last mean in the average of past ones; of three bits, so exact
+_TINY = 2.0**-126  # the smallest normal float32
 _MOST = 2**31 - 2  # rows
 
 
@@ -53,10 +53,10 @@ class Rows(Method):
         self._of = [slice(*pair) for pair in pairwise(ends)]  # a tensor's rows in the state
 
     @classmethod
-    def together(cls, parts: Sequence[Method]) -> list[Method]:
+    def together(cls, parts: Sequence[Method]) -> Rows:
         mine = [part for part in parts if isinstance(part, cls)]
         shapes = [shape for part in mine for shape in part.shapes]
-        return [cls(shapes, [size for part in mine for size in part.sizes])]
+        return cls(shapes, [size for part in mine for size in part.sizes])
 
     def split(self, state: State) -> list[State]:
         rows = [rows for rows, _ in self.shapes]
@@ -80,7 +80,7 @@ class Rows(Method):
         }
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
-        # A tensor's numbers share one scale: the peaks of its rows have the peak of all.
+        # A tensor's numbers share one scale: the largest of its rows' peaks is that of all.
         scales = FixedPointColumns([(1, rows) for rows, _ in self.shapes])
         peaks = scales.join([_finite_or_zeros(_peaks(mean)) for mean in means])
         exponents = scales.expected(scales.peaks(peaks), state["exponents"])
@@ -107,17 +107,20 @@ class Rows(Method):
             )
         xp = namespace(matrices[0])
         columns = _columns(self.shapes, self.sizes, ranks)
+        # The rows of this step follow from shared state: all ranks have the same, in one order.
         at = []
         for piece, shape, size in zip(self._of, self.shapes, self.sizes, strict=True):
             spread, age, named = (state[name][piece] for name in ("spread", "age", "named"))
             at.append(agreed_rows(spread, age, named, _count(shape, size, ranks)))
         owed = [xp.vecdot(matrix, matrix) for matrix in matrices]
         finite = xp.all(xp.isfinite(xp.stack([xp.sum(norms) for norms in owed])))
-        held = [xp.take(matrice, rows, axis=0) for matrice, rows in zip(matrices, at, strict=True)]
+        held = [xp.take(matrix, rows, axis=0) for matrix, rows in zip(matrices, at, strict=True)]
         flat = columns.join(held)
         flat = xp.where(finite, flat, xp.zeros_like(flat))
         words, quantized = columns.pack(flat, state["exponents"], ranks)
         rounding = columns.split(flat - quantized)
+        # What is left in the matrices is the residual: each rank picks its largest rows by it, for
+        # the next step.
         slots, residuals = [], []
         for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
             unsent = xp.reshape(rounding[place], (-1, matrix.shape[1]))
@@ -135,8 +138,8 @@ class Rows(Method):
             values = xp.reshape(mean[place], (-1, matrix.shape[1]))
             means.append(put(out, rows, values))
             end = start + slots[place].shape[0]
-            # A rank that has joined names no rows.
             slots_of = xp.reshape(received.words[start:end], (ranks, -1))
+            # The slot of a rank that has joined is all zeros, and names no rows.
             named = read_positions(slots_of, self.sizes[place], matrix.shape[0])
             new.append({**self._learned(state, place, rows, values), "named": named})
             start = end
@@ -145,15 +148,17 @@ class Rows(Method):
         return Outcome(residuals, means, {"exponents": exponents, **following}, sent)
 
     def _learned(self, state: State, place: int, at: Array, values: Array) -> State:
-        """What is known of a tensor's rows when these means have been sent of some."""
+        """What is known of a tensor's rows after the means, `values`, of some have been sent."""
         xp = namespace(values)
         spread, age = state["spread"][self._of[place]], state["age"][self._of[place]]
+        # A row that has waited t steps brings the sum of as many gradients: as of noise, it is
+        # expected to be the root of t times as large as that of one.
         waited = xp.astype(xp.take(age, at, axis=0), xp.float64)
         news = xp.astype(xp.astype(_peaks(values), xp.float64) / xp.sqrt(waited), xp.float32)
         past = xp.astype(xp.take(spread, at, axis=0), xp.float64) * (1 - _NEWS)
         average = past + xp.astype(news, xp.float64) * _NEWS
         spread, age = xp.asarray(spread, copy=True), age + 1
-        # What goes on to fall would end in numbers that some processors take for zero.
+        # A row that stays small would end in subnormal numbers: zeros on some processors.
         some = average >= _TINY
         news = xp.astype(xp.where(some, average, xp.zeros_like(average)), xp.float32)
         return {
