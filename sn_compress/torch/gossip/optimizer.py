@@ -35,7 +35,7 @@ BUCKET_BYTES = 4 * 2**20
 
 
 class _Gossiping:
-    """What an optimizer gains; comes before its own class."""
+    """What an optimizer gains; the first base of its new class."""
 
     _sn: Gossip
     # Makes a GradScaler call step() even where it found Inf: the partner waits for the weights.

@@ -143,7 +143,7 @@ class GroupPeers:
         try:
             yield
         except RuntimeError as error:
-            # Gloo, NCCL and torch's store raise a RuntimeError for it with other words each.
+            # torch has no type for it, and its back ends have words of their own each.
             if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
                 raise
             raise CompressError(waited_message(what, self._wait_s)) from error

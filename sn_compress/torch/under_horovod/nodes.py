@@ -1,7 +1,6 @@
-"""An optimizer of Horovod's torch by nodes: which there are, and what it goes on from.
+"""An optimizer of Horovod's torch by nodes: which there are, and states loaded until then.
 
-A node is what ranks with one host name are on, as horovodrun was told it. Horovod's process sets
-would make groups of ranks; they are not used (docs/decisions/0100).
+Horovod's process sets would be groups of ranks; they are not used (docs/decisions/0100).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from .memory import OptimizerState, memory_of
 
 
 def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: Any) -> None:
-    """Find the nodes for optimizers; blocks, on all ranks."""
+    """Find the nodes for optimizers; blocks, and all ranks call it."""
     states = [memory_of(optimizer) for optimizer in optimizers]
     if not any(may_have_nodes(state.settings, process_set) for state in states):
         return
@@ -38,7 +37,7 @@ def _tensors(optimizer: Any) -> list[tuple[str, int]]:
 
 
 def load_pending(memory: OptimizerState, optimizer: Any, process_set: Any) -> None:
-    """Go on from what was loaded before the nodes were known; CompressError if it cannot be."""
+    """Load the states that were kept until the nodes are known; CompressError if impossible."""
     states, memory.loaded = memory.loaded, []
     engine_state.load_pending(
         memory.engine, states, memory.nodes, _tensors(optimizer), ranks=process_set.size(),
