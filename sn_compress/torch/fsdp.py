@@ -80,6 +80,7 @@ def compress_replicas(
     for module, shards in hooked:
         shards.watch()
         module.set_all_reduce_hook(_hook(state, shards))
+    # Where FSDP2 would call no all-reduce hook, that could not be found in the hook.
     model.register_forward_pre_hook(_check_before_pass)
     return state
 

@@ -31,6 +31,7 @@ from .under_horovod.agreement import (
     alike_in_hardware,
     end_broken_rounds,
     load_state_dict,
+    reduced_parameters,
     residuals,
     restart,
     state_dict,
@@ -249,8 +250,8 @@ def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
         memory.outcomes.follow(names[parameter], parameter)
     if memory.buckets is None:
         # Gradients mostly come in the reverse of this order.
-        ordered = [p for group in optimizer.param_groups for p in group["params"] if p in reduced]
-        memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(ordered))
+        ordered = reversed(reduced_parameters(optimizer))
+        memory.buckets = Buckets((names[p], p.numel(), p.device) for p in ordered)
     if memory.submission is None:
         ask, again = partial(_ask, settings=memory.settings), partial(_again, memory)
         memory.submission = GradientHook(

@@ -174,16 +174,16 @@ def _fingerprint_of_one(optimizer: Any) -> list[tuple[str, str]]:
     names, groups = optimizer._parameter_names, optimizer._groups
     if isinstance(groups, list):
         groups = [[names.get(parameter) for parameter in group] for group in groups]
-    reduced = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter in optimizer._requires_update
-    ]
-    tensors = fingerprint_of((parameter, names[parameter]) for parameter in reduced)
+    tensors = fingerprint_of((p, names[p]) for p in reduced_parameters(optimizer))
     options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
     settings = _fingerprint_of(optimizer._compression.settings)
     return [*settings, *options, ("groups", str(groups)), *tensors]
+
+
+def reduced_parameters(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters that Horovod reduces, in the optimizer's order, which all ranks share."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [parameter for parameter in parameters if parameter in optimizer._requires_update]
 
 
 def _fingerprint_of(settings: Settings) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...engine import engine_state
 from ...engine.hierarchy import Place, horovods_layout, may_have_nodes
-from .agreement import total
+from .agreement import reduced_parameters, total
 from .memory import OptimizerState, memory_of
 
 
@@ -25,15 +25,15 @@ def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: A
         if layout is None or not may_have_nodes(state.settings, process_set):
             state.nodes = None
         elif state.nodes is None or state.nodes.layout != layout:
+            # Else owners stay as they are: they have the residuals.
             state.nodes = Place(layout, process_set.rank())
             state.nodes.owned_names(_tensors(optimizer))
 
 
 def _tensors(optimizer: Any) -> list[tuple[str, int]]:
     """Return (name, elements) of an optimizer's tensors in gradient order, equal on all ranks."""
-    reduced, names = optimizer._requires_update, optimizer._parameter_names
-    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in reduced]
-    return [(names[p], p.numel()) for p in reversed(ordered)]
+    names = optimizer._parameter_names
+    return [(names[p], p.numel()) for p in reversed(reduced_parameters(optimizer))]
 
 
 def load_pending(memory: OptimizerState, optimizer: Any, process_set: Any) -> None:
