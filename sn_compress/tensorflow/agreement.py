@@ -25,16 +25,15 @@ _DO = (
 
 
 def elastic() -> bool:
-    """Whether ranks may come that have not traced, and count their own steps: nothing is asked."""
+    """Whether this is an elastic run: ranks that come later have not traced, so none are asked."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def fingerprint_of_compression(compression: Any) -> list[tuple[str, str]]:
-    """Its settings, if it is one of ours, or what it is."""
+    """Its name, and its settings if it is one of ours."""
     settings = getattr(compression, "settings", None)
-    fingerprint = [("compression", getattr(compression, "__name__", type(compression).__name__))]
     return [
-        *fingerprint,
+        ("compression", getattr(compression, "__name__", type(compression).__name__)),
         *(settings.fingerprint() if settings else ()),
         ("version of sn_compress", __version__),
     ]
@@ -65,29 +64,22 @@ def agree_at_trace(
     agreed.add(key)
 
 
-def unlike_in_hardware(process_set: Any, count: Callable[[int], None] | None = None) -> bool:
-    """Whether products have other bits on other ranks, in NumPy or in TensorFlow; all ranks ask."""
+def hardware_fingerprint() -> Fingerprint:
+    """What is equal on ranks whose products have the same bits."""
     # The engine's steps are NumPy's, those of graphs TensorFlow's.
-    mine = [
-        *products.hardware_fingerprint(np.zeros(1, np.float32)),
-        *products.hardware_fingerprint(tf.zeros(1)),
-    ]
-    return not all_equal(total(process_set, count, "sn.hardware", digest_words(mine)))
+    arrays = np.zeros(1, np.float32), tf.zeros(1)
+    return [pair for array in arrays for pair in products.hardware_fingerprint(array)]
 
 
-def unlike_in_nodes(
-    process_set: Any, fingerprint: str, count: Callable[[int], None] | None = None
+def differs(
+    process_set: Any, count: Callable[[int], None], name: str, fingerprint: Fingerprint
 ) -> bool:
-    """Whether nodes of a graph decode payloads to other bits on other ranks; all ranks ask.
-
-    fingerprint : equal where they do, see `graph_buckets.decoding_digest`
-    """
-    words = digest_words([("decoding", fingerprint)])
-    return not all_equal(total(process_set, count, "sn.nodes", words))
+    """Whether ranks have different fingerprints; blocks, and all ranks call it."""
+    return not all_equal(total(process_set, count, name, digest_words(fingerprint)))
 
 
 def total(process_set: Any, count: Callable[[int], None] | None, name: str, words: Any) -> Any:
-    """The sum over the ranks, at once."""
+    """The sum over the ranks; blocks."""
     if count is not None:
         count(words.nbytes)
     wire = tf.constant(words)
@@ -99,7 +91,7 @@ def refuse_joined(
 ) -> None:
     """CompressError on every rank, with this message, where one has called hvd.join().
 
-    It would end Horovod on all of them in what is no sum; to a sum it adds nothing.
+    A joined rank ends Horovod on all ranks in any collective but a sum, to which it adds nothing.
     """
     # Horovod 0.28.1 starts an all-to-all on a joined rank from its response cache, and crashes
     # there (decision 40).
@@ -174,7 +166,7 @@ def mean_over(process_set: Any, _: str, n: int, vector: Any) -> Any:
 
 @dataclass(frozen=True)
 class Tensor:
-    """One that the tuner is asked about; `nbytes` as it travels plain."""
+    """A tensor that the tuner is asked about; nbytes : as it travels plain."""
 
     shape: tuple[int, ...]
     elements: int
@@ -186,18 +178,18 @@ class Choice:
     """What AutoCompression has chosen for one call of Horovod's, until it is traced again.
 
     tensors : all that the tuner chooses for, in their order
-    plain : those that travel plain
-    idle_steps : steps before the tuner must be asked again; 0 while it measures
+    plain : whether they travel plain: one choice is for all tensors (decision 89)
+    rests : whether the tuner has measured, and is not asked any more
     """
 
     tensors: Mapping[str, Tensor]
-    plain: frozenset[str]
-    idle_steps: int
+    plain: bool
+    rests: bool
 
     @property
     def counted(self) -> list[tuple[str, int, int]]:
-        """Of those that travel plain name, elements and bytes."""
-        pairs = [(name, self.tensors[name]) for name in sorted(self.plain)]
+        """Name, elements and bytes of those that travel plain."""
+        pairs = sorted(self.tensors.items()) if self.plain else ()
         return [(name, tensor.elements, tensor.nbytes) for name, tensor in pairs]
 
 

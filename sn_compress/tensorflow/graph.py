@@ -28,7 +28,7 @@ from .tracing import Call
 from .variables import GraphOutcomes, Mark, variable
 
 LEAST = 10  # steps of the same sizes: for fewer, tracing a graph would take longer than it saves
-FOR_EVER = 2**62
+FOR_EVER = 2**62  # steps: half of what int64 holds, so that _OVERDUE may be added
 _OVERDUE = 1000  # steps behind the last one, after which no trace will come
 _ENDED = (
     "CompressError: this graph is out of date: its error memories were loaded, synchronized, "
@@ -40,6 +40,11 @@ _OTHER_SIZE = (
     "PayloadError: the number of gathered words is not what all ranks together send. Do all ranks "
     "run the same version with the same settings?"
 )
+
+
+def after(*nodes: Any) -> Any:
+    """A context of nodes that wait for these, of which some may be None."""
+    return tf.control_dependencies([node for node in nodes if node is not None])
 
 
 def rarely(when: Any, function: Callable[..., Any], *inputs: Any, name: str) -> Any:
@@ -59,10 +64,7 @@ def rarely(when: Any, function: Callable[..., Any], *inputs: Any, name: str) -> 
 
 
 class Collectives:
-    """How the words of a call's buckets travel, as nodes of the graph.
-
-    number : of the bucket
-    """
+    """How the words of a call's buckets travel, as nodes of the graph; number : of the bucket."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
@@ -78,7 +80,7 @@ class Collectives:
         }
 
     def present(self, vector: Any, number: int) -> Any:
-        """The number of ranks that are in the step, [1] int32: one that has joined adds nothing."""
+        """The number of ranks in the step, [1] int32; a rank that has joined adds nothing."""
         return self.total(one_of(vector), number, 0)
 
     def total(self, words: Any, number: int, turn: int) -> Any:
@@ -87,21 +89,21 @@ class Collectives:
         return hvd.allreduce(words, op=hvd.Sum, **how)
 
     def gather(self, words: Any, sizes: Sequence[int], number: int) -> Any:
-        """The ranks' words one behind the other, of each so many."""
+        """The ranks' words one after another; sizes : how many of each."""
         words, how = self.named(words, f"sn_b{number}_payload")
         return arrived(hvd.allgather(words, **how), sizes)
 
     def alltoall(
         self, words: Any, to_ranks: Sequence[int], of_ranks: Sequence[int], number: int
     ) -> Any:
-        """What the ranks have for this one; `to_ranks` of these words are for each of them."""
+        """The words that ranks have for this one; to_ranks : how many of `words` are for each."""
         words, how = self.named(words, f"sn_b{number}_parts")
         splits = tf.constant(to_ranks, tf.int32)
         return arrived(hvd.alltoall(words, splits=splits, **how)[0], of_ranks)
 
 
 def one_of(vector: Any) -> Any:
-    """[1] int32 that adds this rank to a sum; of a vector, as sums of constants are folded away."""
+    """[1] int32 one, computed from a vector: TensorFlow folds an all-reduce of constants away."""
     return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
 
 
@@ -118,9 +120,10 @@ def arrived(received: Any, sizes: Sequence[int]) -> Any:
 
 
 class GraphBucket(Protocol):
-    """Tensors that travel together, and what is kept of them in variables."""
+    """Tensors that travel together, and what is remembered of them, in variables."""
 
     names: tuple[str, ...]
+    variables: Undoable
 
     def step(
         self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
@@ -133,18 +136,15 @@ class GraphBucket(Protocol):
             all count as applied
         """
 
-    def remembered(self) -> list[Any]:
-        """What the variables hold where the graph has come to."""
-
     def read(self, steps: int) -> None:
-        """Bring what the variables hold to the engine, after so many steps of this graph."""
+        """Write the variables' values back to the engine, after so many steps of this graph."""
 
     def ran(self, steps: int) -> list[TensorTraffic]:
         """What so many steps have sent; nothing where it was traced in vain."""
 
 
 class Undoable:
-    """What a bucket remembers, as variables, and as it was before the last step.
+    """What a bucket remembers, in variables, now and before the last step.
 
     values : arrays
     undoable : whether a gradient may turn out to be dropped; else there is no second copy
@@ -155,9 +155,9 @@ class Undoable:
         self.before = [variable(value) for value in values] if undoable and values else None
 
     def begin(self, dropped: Any, choose: Callable[..., Sequence[Any]]) -> list[Any]:
-        """What is remembered when a step begins, without what was sent of dropped gradients.
+        """Return what is remembered when a step begins; of dropped gradients what was before them.
 
-        choose : called with what was before the last step and what is now, where any was dropped
+        choose : called with the values before the last step and now, if any gradient was dropped
         """
         now = self.read()
         if self.before is None or dropped is None:
@@ -175,13 +175,18 @@ class Undoable:
         return list(values)
 
     def assign(self, values: Sequence[Any]) -> None:
-        """Assign the variables, which are remembered from here on."""
+        """Remember these values from here on."""
         for target, value in zip(self.now, values, strict=True):
             target.assign(value)
 
     def read(self) -> list[Any]:
-        """What the variables hold where the graph has come to."""
+        """Nodes of the values after what was traced so far."""
         return [target.read_value() for target in self.now]
+
+    def arrays(self) -> tuple[list[Any], list[Any] | None]:
+        """The values now, and those before the last step; outside of graphs."""
+        before = self.before and [value.numpy() for value in self.before]
+        return [value.numpy() for value in self.now], before
 
 
 @dataclass(frozen=True)
@@ -206,9 +211,9 @@ class GraphStep:
 
     buckets : what the tensors remember has moved to their variables
     same : when parameters are compared
-    until : steps until sizes are others; None where they stay
-    rest : steps for which a tuner is not asked; 0 where one is asked at each step, or there is none
-    plain : what travels plain beside them, each with its elements and bytes: to be counted
+    limit : steps until sizes change
+    rests : whether there is a tuner that is not asked any more
+    plain : name, elements and bytes of each tensor that travels plain, to be counted
     marks : of each tensor's variable; None where all gradients count as applied
     began : steps of the engine before this
     inside_bytes : of a step by nodes, what this rank sends inside its node
@@ -220,24 +225,23 @@ class GraphStep:
         same: ParameterCheck,
         *,
         began: int,
-        until: int | None = None,
-        idle_steps: int = 0,
+        limit: int = FOR_EVER,
+        rests: bool = False,
         plain: Sequence[tuple[str, int, int]] = (),
         marks: Sequence[Mark] | None = None,
         inside_bytes: int = 0,
     ) -> None:
         self.buckets, self.same, self.began = list(buckets), same, began
-        self._plain, self.rests, self.inside_bytes = tuple(plain), idle_steps > 0, inside_bytes
+        self.limit, self.rests, self.inside_bytes = limit, rests, inside_bytes
+        self._plain = tuple(plain)
         self.names = [name for bucket in buckets for name in bucket.names]
-        self._until = until
-        self.limit = min(FOR_EVER if until is None else until, idle_steps or FOR_EVER)
         self.steps = variable(np.int64(0))
-        self.alive = variable(np.bool_(True))
+        self.alive = variable(np.bool_(True))  # until its memories have gone back to the engine
         self._compared = variable(np.int64(same.steps))
         self._relative = variable(np.zeros(2))
         self._saturated = variable(np.float64(0))
         self._sparse: dict[str, Any] = {}  # [elements, bytes] so far
-        self._counts = Counts(0, [], np.zeros(2), 0, {})
+        self._counts = Counts(0, [], np.zeros(2), 0, {})  # at the last read
         self._outcomes = None if marks is None else GraphOutcomes(marks)
         self._dropping = variable(np.int64(0))  # steps before which something was dropped
 
@@ -253,7 +257,7 @@ class GraphStep:
         """
 
         def ended(at: Any) -> None:
-            if self._until is not None and at > self._until + _OVERDUE:
+            if at > self.limit + _OVERDUE:
                 raise CompressError(
                     f"TensorFlow {tf.__version__} did not retrace the step within {_OVERDUE} steps "
                     "after its sizes changed. Call a tf.function, not a concrete function; "
@@ -273,7 +277,7 @@ class GraphStep:
         return start, is_due
 
     def now(self) -> tuple[ParameterCheck, int]:
-        """Who compares parameters, and the step under way."""
+        """The check that counts steps, and the step under way."""
         return self.same, int(self._compared.numpy()) - 1
 
     def step(
@@ -316,7 +320,7 @@ class GraphStep:
 
     def remembered(self) -> list[Any]:
         """What the tensors remember, read where the graph has come to: nodes to wait for."""
-        return [value for bucket in self.buckets for value in bucket.remembered()]
+        return [value for bucket in self.buckets for value in bucket.variables.read()]
 
     def marks(self) -> dict[str, Mark]:
         """Of the tensors' variables, by name."""
@@ -332,7 +336,7 @@ class GraphStep:
         self._sparse[key].assign_add(tf.stack([parts[0][0], nbytes]))
 
     def read(self) -> Counts:
-        """Write all buckets back to the engine; return what was counted since the last call."""
+        """Write what buckets remember to the engine; return what was counted since last time."""
         steps = self.ran
         for bucket in self.buckets:
             bucket.read(steps)
@@ -343,7 +347,7 @@ class GraphStep:
             int(self._saturated.numpy()),
             {key: count.numpy() for key, count in self._sparse.items()},
         )
-        # Variables count from the beginning of the graph; a report is told the difference.
+        # Variables count from the beginning of the graph, a report what is new.
         before, self._counts = self._counts, now
         since = now.steps - before.steps
         ran = [sent for bucket in self.buckets for sent in bucket.ran(since)]
@@ -366,9 +370,9 @@ class GraphStep:
     @property
     def steps_left(self) -> int:
         """Remaining steps of these sizes."""
-        return max((FOR_EVER if self._until is None else self._until) - self.ran, 0)
+        return max(self.limit - self.ran, 0)
 
     @property
     def ended(self) -> bool:
-        """Whether the next step is another one: dense, or one that asks the tuner."""
+        """Whether the next step has other sizes, or is dense."""
         return self.ran >= self.limit

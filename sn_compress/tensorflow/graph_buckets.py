@@ -58,6 +58,7 @@ class SummedBucket:
     ) -> None:
         self._of, self.names = exchange, tuple(names)
         summables = self.summables()
+        # A bucket has tensors of one method together; `order` says which tensor is at each place.
         self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
         ordered = [summables[at] for at in self.order]
         # Tensors near the ends of float32 are divided by a power of two, as squared norms and
@@ -68,7 +69,7 @@ class SummedBucket:
         )
         self._shared = list(state)  # names of what ranks share
         memories = [to_host(one.memory) for one in ordered]
-        self._variables = Undoable([*memories, *state.values()], undoable)
+        self.variables = Undoable([*memories, *state.values()], undoable)
         for one in ordered:  # not twice in memory; `read` brings it back
             one.replace(np.broadcast_to(np.float32(0), (one.n,)))
         self._began = [exchange.tensors[name].step for name in names]
@@ -106,7 +107,7 @@ class SummedBucket:
             return [*memories, *(shared[name] for name in self._shared)]
 
         self._ranks = by.ranks
-        memories, state = self._parts(self._variables.begin(dropped, choose))
+        memories, state = self._parts(self.variables.begin(dropped, choose))
         rounds = traced_step(
             self.bucket,
             state,
@@ -132,7 +133,7 @@ class SummedBucket:
         sound = tf.debugging.Assert(result.numbers[1] == 0, [_DAMAGED_SUM])
         with tf.control_dependencies([sound]):
             shared = (result.state[name] for name in self._shared)
-            self._variables.assign([*result.memories, *shared])
+            self.variables.assign([*result.memories, *shared])
             placed = dict(zip(self.order, result.means, strict=True))
             energy, sent = tf.unstack(result.numbers[2:])
             # What was lost is the rest, but for rounding, which may make it negative.
@@ -140,21 +141,20 @@ class SummedBucket:
             powers = enumerate(self._exponents)
             return [tf.identity(times_power(placed[at], power)) for at, power in powers], lost
 
-    def remembered(self) -> list[Any]:
-        """See GraphBucket."""
-        return self._variables.read()
-
     def read(self, steps: int) -> None:
         """See GraphBucket."""
         summables = self.summables()
-        memories, state = self._parts([value.numpy() for value in self._variables.now])
+        now, before = self.variables.arrays()
+        memories, state = self._parts(now)
         for at, memory, new in zip(self.order, memories, self.bucket.split(state), strict=True):
             summables[at].replace(memory)
             summables[at].state = new
-        if self._variables.before is not None:
-            memories, state = self._parts([value.numpy() for value in self._variables.before])
+        if before is not None:
+            memories, state = self._parts(before)
             for at, memory, old in zip(self.order, memories, self.bucket.split(state), strict=True):
                 self._of.tensors[self.names[at]].reopen(memory, old)
+        # A graph may run on for some steps until it is traced again: these put off what is due, a
+        # dense step or a vote, and do not skip it.
         for name, first in zip(self.names, self._began, strict=True):
             self._of.tensors[name].step = first + min(steps, self._until)
 
@@ -172,11 +172,10 @@ class SummedBucket:
 
 
 def until_dense(exchange: AllReduceExchange, names: Iterable[str]) -> int:
-    """Steps until the next one of these tensors that is for the engine; 0 unless all have sizes.
+    """Steps of these tensors until the next one that the engine takes; FOR_EVER without tensors.
 
-    Without any tensor there will be none.
-
-    A dense one, or one of a vote; where a tensor waits for energy, each.
+    That is a dense step or one with a vote, and each as long as a tensor has no size, or waits for
+    energy.
     """
     steps = []
     for name in names:
@@ -213,27 +212,19 @@ class GatheredBucket:
         self._traced = False
         self._shares: Shares | None = None
         self._rank = 0
-        states = (
-            []
-            if feedback is None
-            else [self._borrow(feedback, *tensor) for tensor in tensors.items()]
-        )
-        self._tensor_of = [at for at, state in enumerate(states) for _ in state]
-        self._variables = Undoable([part for state in states for part in state], undoable)
+        states: list[Sequence[Any]] = []
         if feedback is not None:
+            zero = np.float32(0)
+            for name, n in tensors.items():
+                states.append(feedback.memory_of(name, np.broadcast_to(zero, (n,))))
+                # Not twice in memory; `read` brings it back.
+                feedback.replace(name, [np.broadcast_to(zero, part.shape) for part in states[-1]])
             feedback.settled(self.names)
+        self._tensor_of = [at for at, state in enumerate(states) for _ in state]
+        self.variables = Undoable([part for state in states for part in state], undoable)
 
-    @staticmethod
-    def _borrow(feedback: ErrorFeedback, name: str, n: int) -> Sequence[Any]:
-        state: Sequence[Any] = feedback.memory_of(name, np.broadcast_to(np.float32(0), (n,)))
-        # Not twice in memory; `read` brings it back.
-        feedback.replace(name, [np.broadcast_to(np.float32(0), part.shape) for part in state])
-        return state
-
-    def _parts(self, values: Sequence[Any]) -> Memories | None:
+    def _parts(self, values: Sequence[Any]) -> Memories:
         """The memory of each tensor."""
-        if self._feedback is None:
-            return None
         memories: Memories = [[] for _ in self.names]
         for at, value in zip(self._tensor_of, values, strict=True):
             memories[at].append(value)
@@ -249,14 +240,17 @@ class GatheredBucket:
             return [tf.where(dropped[at], old, new) for at, old, new in pieces]
 
         self._traced = True
-        memories = self._parts(self._variables.begin(dropped, choose))
-        decay = 1.0 if self._feedback is None else self._feedback.decay
+        memories, decay = None, 1.0
+        if self._feedback is not None:
+            memories = self._parts(self.variables.begin(dropped, choose))
+            decay = self._feedback.decay
         nodes = PayloadNodes(self.codec, self._sizes, decay)
         self._shares, self._rank = None, by.rank
         present = by.present(vectors[0], number)
         if self._scatter:
             self._shares = shares_of(self.codec, tuple(self._sizes), by.ranks)
         if self._shares is None:
+            # Two ranks, or blocks that are not divided: each rank reads all payloads (decision 40).
             words, updated, lost = nodes.encode(vectors, memories)
             words = _when_all_are_present(words, present, by.ranks)
             gathered = by.gather(words, [int(words.shape[0])] * by.ranks, number)
@@ -268,23 +262,19 @@ class GatheredBucket:
             )
         # After all payloads have been read: a damaged one ends the step before it is remembered.
         with tf.control_dependencies(means):
-            self._variables.assign([part for parts in updated for part in parts])
+            self.variables.assign([part for parts in updated for part in parts])
         return means, lost
-
-    def remembered(self) -> list[Any]:
-        """See GraphBucket."""
-        return self._variables.read()
 
     def read(self, steps: int) -> None:
         """See GraphBucket."""
-        feedback, variables = self._feedback, self._variables
-        now = self._parts([value.numpy() for value in variables.now])
-        before = variables.before and self._parts([value.numpy() for value in variables.before])
-        for at, name in enumerate(self.names):
-            if feedback is not None and now is not None:
-                feedback.replace(name, now[at])
-                if before:
-                    feedback.reopen(name, before[at])
+        if self._feedback is None:
+            return
+        now, before = self.variables.arrays()
+        for name, memory in zip(self.names, self._parts(now), strict=True):
+            self._feedback.replace(name, memory)
+        if before is not None:
+            for name, memory in zip(self.names, self._parts(before), strict=True):
+                self._feedback.reopen(name, memory)
 
     def ran(self, steps: int) -> list[TensorTraffic]:
         """See GraphBucket."""
@@ -312,7 +302,7 @@ def decoding_digest(codec: FFTCodec) -> str:
         return "as on a host"
     within = "identity" if codec.transform == "axes" else codec.transform
     # Of a decoder all but the transform is exact arithmetic.
-    parts = block + 2 if within == "fft" else block
+    parts = block + 2 if within == "fft" else block  # of block // 2 + 1 complex bins two each
     bins = np.random.default_rng(0).standard_normal((1, parts)).astype(np.float32)
     return digest(
         transforms.Transform(within, block, codec.span).inverse(tf.constant(bins)).numpy()
@@ -320,7 +310,7 @@ def decoding_digest(codec: FFTCodec) -> str:
 
 
 class PayloadNodes:
-    """Payloads of one codec: made, and read.
+    """Nodes that encode and decode payloads of one codec: compiled where they serve, else arrays.
 
     sizes : elements of the tensors that it is for
     decay : factor on the memories before they are added
@@ -364,9 +354,9 @@ class PayloadNodes:
 
 
 def _when_all_are_present(words: Any, present: Any, ranks: Any) -> Any:
-    """What is to be gathered; an error where a rank has joined: it would end Horovod on all ranks.
+    """The words to gather; an error where a rank has joined, which would end Horovod on all ranks.
 
-    present : [1] int32, the sum of `one_of` of each rank, to which one that has joined adds nothing
+    present : [1] int32, the sum of the ranks' `one_of`, to which a joined rank adds nothing
     """
     all_are = tf.reduce_all(tf.equal(present, ranks))
     with tf.control_dependencies([tf.debugging.Assert(all_are, [f"CompressError: {JOINED}"])]):
@@ -383,7 +373,7 @@ def _through_owners(
     present: Any,
     by: Collectives,
 ) -> tuple[list[Any], Memories, Any]:
-    """Run the step of `engine/payloads.py`; return means, the next memories, and what was lost.
+    """The step of `payloads.Bucket` as nodes; return means, the next memories, and what was lost.
 
     parts, nodes : encode what owners receive, and the means that owners send
     """
@@ -440,11 +430,11 @@ def _through_owners(
 def _memories_of(
     pieces: Sequence[Piece], rows_of_pieces: Memories, codec: FFTCodec, vectors: Sequence[Any]
 ) -> Memories:
-    """Join the memories of pieces to those of their tensors."""
+    """The memories of tensors, by section of the codec: rows of their pieces joined in order."""
     memories: Memories = []
     for at, vector in enumerate(vectors):
         sections = codec.sections(int(vector.shape[0]))
-        # Pieces of a tensor are this rank's own and those that it sends to owners.
+        # This rank's own pieces and those that it sends to owners: together all of the tensor.
         of_tensor = sorted(
             (pair for pair in zip(pieces, rows_of_pieces, strict=True) if pair[0].tensor == at),
             key=lambda pair: pair[0].start,

@@ -5,7 +5,9 @@ Collectives are Horovod's, called from that function one after the other.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -46,20 +48,16 @@ def average(
             engine.learn(str(gradient.name), part)
             gradient.values[:] = part
     for number, bucket in enumerate(_buckets(step.coded)):
-        # The engine yields what has to travel, and goes on with the results, until it returns.
         rounds = engine.rounds(bucket, ranks=sets.size(), rank=sets.rank())
-        carries, turn = next(rounds, None), 0
-        while carries is not None:
-            results = [_carried(carry, f"{mark}.{number}.{turn}", sets) for carry in carries]
-            turn += 1
-            try:
-                carries = rounds.send(results)
-            except StopIteration:
-                carries = None
+        results: Any = None
+        with suppress(StopIteration):
+            for turn in itertools.count():
+                name = f"{mark}.{number}.{turn}"
+                results = [_carried(carry, name, sets) for carry in rounds.send(results)]
 
 
 def cut(sizes: Sequence[int]) -> list[list[int]]:
-    """Which tensors, of so many elements, go into each bucket, in order."""
+    """Which tensors, given by their elements, go into each bucket, in order."""
     layout = Buckets((str(at), size, None) for at, size in enumerate(sizes))
     return [[int(at) for at in names] for names in layout.members]
 

@@ -10,7 +10,6 @@ weight decay and update. All else, and what is saved, stays as it was.
 from __future__ import annotations
 
 import gc
-import os
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -25,8 +24,9 @@ import tensorflow as tf
 
 from ..compression import Compression
 from ..errors import CompressError
-from .agreement import agree_at_trace, fingerprint_of_compression
+from .agreement import agree_at_trace, elastic, fingerprint_of_compression
 from .gained import become
+from .graph import after
 from .memory import OptimizerState, exchanged_by_tapes
 from .memory import memory_of as _memory_of_compression
 from .plain import Plain
@@ -34,7 +34,7 @@ from .tape import compressed_means, refuse_xla
 from .tracing import Call, was_reduced
 from .variables import as_variables, fingerprint_of_variables, relative_names
 
-# Those that are alive, to be compared among ranks.
+# Those that are alive: ranks compare how many have not agreed yet.
 _averagings: weakref.WeakSet[Averaging] = weakref.WeakSet()
 
 
@@ -56,14 +56,14 @@ class Averaging:
         self.scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
         self.groups, self.sparse_as_dense = groups, sparse_as_dense
         self.missing_as_zeros = missing_as_zeros
-        self.agreed: set[str] = set()  # what ranks have agreed on
-        self.variables: list[Any] = []  # those of the gradients that Keras is about to apply
+        self.agreed: set[str] = set()  # fingerprints that ranks have compared
+        self.variables: list[Any] = []  # of the gradients that Keras is about to apply
         # Run one by one, eager collectives would never travel together.
         self._traced = tf.function(self._average, autograph=False)
 
     def has_no_peers(self) -> bool:
         """Whether there is no other rank to average with."""
-        if os.environ.get("HOROVOD_ELASTIC") == "1":
+        if elastic():
             return False  # the number of ranks may change after the trace
         return not self.process_set.included() or self.process_set.size() == 1
 
@@ -101,7 +101,7 @@ class Averaging:
         with tf.name_scope(scope):
             start, results, gradients = self._compressed(gradients, named)
             missing = {i for i, mean in enumerate(results) if mean is None}
-            with tf.control_dependencies([] if start is None else [start]):
+            with after(start):
                 for part in [indices] if parts is None else parts:
                     plain = [i for i in part if i in missing]
                     group = None if parts is None else f"group_{places[part[0]]}"
@@ -123,6 +123,8 @@ class Averaging:
             raise _averaged_twice(f"{variable.name}: its gradients are")
         if any(was_reduced(gradient) for gradient in gradients):
             raise _averaged_twice("gradients are")
+        # Sources that are empty: no tape's, whose variables would be looked at, and not None, as of
+        # a plain hvd.allreduce.
         call = Call(
             compression=self.compression, name="gradients", sources=(), place=None,
             op=self.op, process_set=self.process_set, ignore_name_scope=False,
@@ -190,6 +192,7 @@ class Averaging:
             return None
         if isinstance(self.groups, int):
             split = np.array_split(range(len(places)), self.groups)
+            # Python's integers: arguments of a tf.function that are NumPy's become tensors.
             return tuple(tuple(map(int, part)) for part in split if len(part))
         # Groups may hold variables whose gradients Keras has left out, as there are none.
         index = {place: i for i, place in enumerate(places)}
@@ -207,7 +210,7 @@ def _names(places: tuple[int, ...], parts: Any) -> list[str]:
 
 
 def _averaged_twice(what: str) -> CompressError:
-    """For gradients that are means of all ranks when an optimizer is about to average them."""
+    """The error for gradients that are means of all ranks already."""
     return CompressError(
         f"{what} averaged twice, by Horovod's tape and by this optimizer, whose compression would "
         "take clipped or unscaled means for new gradients, and add its error memory to them; "
@@ -218,7 +221,7 @@ def _averaged_twice(what: str) -> CompressError:
 
 
 class _Averaged:
-    """What an optimizer gains; comes before its own class."""
+    """What an optimizer gains; the first base of its new class."""
 
     _sn: Averaging
 
@@ -232,7 +235,7 @@ class _Averaged:
             restart(self, residuals)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
-        # Keras clips gradients without saying whose they are.
+        # Keras's `_clip_gradients`, which averages, is not told whose gradients they are.
         self._sn.variables = list(trainable_variables)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
@@ -241,6 +244,7 @@ class _Averaged:
         return super()._clip_gradients(self._sn.average(grads, self))  # type: ignore[misc]
 
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002 - Keras's name
+        # Keras leaves out variables that have no gradient: here those of one rank might be others.
         if self._sn.missing_as_zeros:
             grads = [
                 tf.zeros(v.shape, v.dtype) if g is None else g
@@ -250,6 +254,7 @@ class _Averaged:
 
     def _overwrite_variables_directly_with_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002
         if any(getattr(v, "overwrite_with_gradient", False) for v in vars):
+            # Keras assigns these gradients to their variables, before anything averages them.
             raise CompressError(
                 "float8 training keeps scales that are set from each rank's own gradients, so "
                 "ranks would drift apart; expected variables with gradients to average. Train "
@@ -294,7 +299,7 @@ def _refuse_scaler() -> None:
 class _ScaledTogether:
     """What a LossScaleOptimizer gains: all ranks skip a step, or none does.
 
-    A step that is skipped sends no gradient, and so changes no error memory.
+    A skipped step sends no gradient, and so changes no error memory.
     """
 
     _sn: Averaging
@@ -340,13 +345,14 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     scaler: Any = None
     _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        # The one inside averages, so that it is handed unscaled gradients.
+        # The inner one averages: it gets unscaled gradients.
         scaler, optimizer = optimizer, optimizer.inner_optimizer
         _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if backward_passes_per_step > 1:
         optimizer.gradient_accumulation_steps = backward_passes_per_step
     if isinstance(compression, type) and issubclass(compression, Compression):
-        compression = compression.with_settings(compression.settings)  # a memory of its own
+        # A class of its own, as memories and reports are by class.
+        compression = compression.with_settings(compression.settings)
     averaging = Averaging(
         compression=hvd.Compression.none if compression is None else compression,
         op=op,
@@ -374,6 +380,7 @@ def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
             f"got a {kind}; expected a single optimizer. Make each of its inner optimizers "
             "distributed instead."
         )
+    # Keras creates accumulators when it builds the optimizer.
     if passes < 1 or (passes > 1 and (optimizer.built or optimizer.gradient_accumulation_steps)):
         raise CompressError(
             f"backward_passes_per_step={passes!r}; expected at least 1, and above 1 an optimizer "
@@ -387,8 +394,7 @@ def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
 
 def _number_of_optimizers(process_set: Any) -> str:
     """Count the optimizers that have not agreed yet."""
-    # Those that nobody uses any more go at other times on other ranks.
-    gc.collect()
+    gc.collect()  # what nobody uses any more is collected at other times on other ranks
     sets = [one.process_set.process_set_id for one in _averagings if not one.agreed]
     return str(sets.count(process_set.process_set_id))
 
@@ -468,7 +474,7 @@ def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
 class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
     """Begin every `fit` with the weights and optimizer variables of one rank.
 
-    A model whose first batch builds it has them behind that one. Seeds of random layers stay as
+    A model that its first batch builds has them after that batch. Seeds of random layers stay as
     they are: ranks should drop out different units.
     """
 

@@ -33,7 +33,7 @@ def serve(codec: FFTCodec, sizes: Sequence[int]) -> bool:
     """Whether these operations encode vectors of so many elements, here."""
     return (
         codec.transform == "fft"
-        and codec.window != "payload"
+        and codec.window != "payload"  # its peak is that of all blocks, known after all FFTs
         and all(
             spectrum.fits(_span(codec, section)) for n in sizes for section in codec.sections(n)
         )
@@ -89,7 +89,7 @@ def _call(
     sections = codec.sections(n)
     # The last 8 bytes are the count of saturated values and the checksum, which the operation sets.
     head = header(codec, n) + bytes(8)
-    top = -1
+    top = -1  # each block has its own
     if codec.window != "block":
         peak = np.float32(codec.window).view(np.uint32)
         top = int(quantize.window_top(peak, codec.mantissa))

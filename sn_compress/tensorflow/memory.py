@@ -39,14 +39,14 @@ from .agreement import (
     Choice,
     Tensor,
     agree_at_trace,
+    differs,
     elastic,
+    hardware_fingerprint,
     mean_over,
     refuse_untraced,
     total,
-    unlike_in_hardware,
-    unlike_in_nodes,
 )
-from .graph import LEAST, GraphBucket, GraphStep
+from .graph import FOR_EVER, LEAST, GraphBucket, GraphStep
 from .graph_buckets import GatheredBucket, SummedBucket, decoding_digest, serves, until_dense
 from .nodes import Nodes, NodeSum
 from .tracing import Call, forget, functions_of, warn_of_engine_once
@@ -56,7 +56,6 @@ if TYPE_CHECKING:
     from ..prediction.tuning import Tuner
 
 _log = logging.getLogger(__name__)
-_FOR_GOOD = 2**62  # steps
 
 
 class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
@@ -183,10 +182,13 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.agreed.add(key)
             self.nodes.find(process_set, partial(total, process_set, self.count_beside))
             if self.settings.exchange == "shared":
-                self.engine.shared.exact |= unlike_in_hardware(process_set, self.count_beside)
-            elif self.settings.exchange == "gather" and unlike_in_nodes(
-                process_set, decoding_digest(self.codec), self.count_beside
-            ):
+                self.engine.shared.exact |= differs(
+                    process_set, self.count_beside, "sn.hardware", hardware_fingerprint()
+                )
+            elif self.settings.exchange == "gather" and differs(
+                process_set, self.count_beside, "sn.nodes",
+                [("decoding", decoding_digest(self.codec))],
+            ):  # fmt: skip
                 self._unlike = True
                 _log.warning(
                     "ranks decode frequencies to different bits in TensorFlow's graphs; payloads "
@@ -241,6 +243,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         if (factor := call.factor()) != 1:
             for gradient in gradients:
                 gradient.values[:] *= np.float32(factor)
+        # The step of a function that ran here for the sake of its sizes; alike steps lie ahead.
         again = tuple(known) in self._traceable and self._in_turns.isdisjoint(known)
         if again and unchanged >= LEAST:
             self.trace_again()
@@ -313,14 +316,13 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             return None
         self._functions.update(functions)
         self._traceable.add(tuple(sizes))
-        idle_steps, plain = (choice.idle_steps, choice.counted) if choice else (0, [])
+        rests, plain = (choice.rests, choice.counted) if choice else (False, [])
         key = (*sizes, *(name for name, _, _ in plain))
         with tf.init_scope():
             if not tf.executing_eagerly():
                 return None
             known = self.graphs.get(key)
-            form = [*names], idle_steps > 0
-            same_form = known is not None and (known.names, known.rests) == form
+            same_form = known is not None and (known.names, known.rests) == ([*names], rests)
             if known is not None and same_form and not known.ended:
                 return known
             if self._takes_turns(key, stepped):
@@ -328,10 +330,11 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.retire(key)
             if variables is not None:
                 self._note_now(names, variables)
-            until = self._steady_steps(names) if sizes else None
+            # Without tensors there is nothing but a tuner to ask, which rests for good.
+            limit = self._steady_steps(names) if sizes else FOR_EVER * rests
             if by_nodes is not None:
-                until = self.nodes.steps_left(key, until or 0)
-            if (idle_steps if until is None else until) < LEAST:
+                limit = self.nodes.steps_left(key, limit)
+            if limit < LEAST:
                 return None
             self.read()  # steps that the engine counts from here on are those of other calls
             marks = None
@@ -339,8 +342,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 marks = [self.outcomes.marks.get(name, (None, False)) for name in names]
             graph = GraphStep(
                 [self._bucket(bucket, undoable=variables is not None) for bucket in buckets],
-                self.sameness_of(owner), began=self.engine.theta.steps, until=until,
-                idle_steps=idle_steps, plain=plain, marks=marks,
+                self.sameness_of(owner), began=self.engine.theta.steps, limit=limit, rests=rests,
+                plain=plain, marks=marks,
                 inside_bytes=0 if by_nodes is None else by_nodes.inside_bytes,
             )  # fmt: skip
             return self.graphs.setdefault(key, graph)
@@ -423,6 +426,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             with tf.init_scope():
                 graph = self.graphs.pop(key)
                 self.nodes.ended(key, graph)
+                # Who still runs it, by a concrete function, gets an error, and does not train on
+                # with memories that nobody has.
                 graph.alive.assign(False)
         self.forget_traces()
 
@@ -460,15 +465,15 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 f"one AutoCompression is used in the process sets {self._tuned_set} and "
                 f"{process_set.process_set_id}. Make one for each with AutoCompression.using()."
             )
-        plain = frozenset(tensors) if self.tuner.choice == "plain" else frozenset[str]()
-        unsent = [name for name in sorted(plain) if self.engine.shared.remembers(name)]
+        plain = self.tuner.choice == "plain"
+        unsent = [n for n in sorted(tensors) if plain and self.engine.shared.remembers(n)]
         if unsent:
             self.retire(unsent)
             known = [name for name in unsent if name in variables]
             self._note_now(known, [variables[name] for name in known])
             for name in unsent:
                 self.engine.shared.stop(name)
-        return Choice(tensors, plain, _FOR_GOOD if self.tuner.rests else 0)
+        return Choice(tensors, plain, self.tuner.rests)
 
     def asking(self, choice: Choice, graph: GraphStep | None) -> Any:
         """Return a node, [] int64 zero, that asks the tuner at each step, as long as it measures.
@@ -486,9 +491,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             if self._traces == traces:
                 for name, tensor in choice.tensors.items():
                     tuner.method(name, tensor.shape)
-                all_plain = tuner.choice == "plain"
-                plain = frozenset(choice.tensors) if all_plain else frozenset[str]()
-                all_known = graph is not None or all_plain  # no size is to be chosen
+                plain = tuner.choice == "plain"
+                all_known = graph is not None or plain  # no size is to be chosen
                 if plain != choice.plain or (all_known and tuner.rests):
                     self.trace_again()
             return np.int64(0)

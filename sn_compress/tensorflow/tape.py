@@ -33,7 +33,7 @@ from .agreement import (
     refuse_untraced,
     untraced,
 )
-from .graph import Collectives, GraphStep
+from .graph import Collectives, GraphStep, after
 from .host_step import cut
 from .memory import OptimizerState, memory_at, memory_of
 from .nodes import NodeSum
@@ -63,7 +63,7 @@ watch = Elastic = _ask_memory
 
 @_as_written
 def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
-    """One gradient on its way; see Compression."""
+    """Send one gradient; see Compression.compress."""
     call = find_call(frame, tensor)
     _check(call)
     tensor = _shaped(tensor, call, call.place)
@@ -71,6 +71,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
         return tensor, None  # Horovod traces what it never runs
     memory = memory_at(call.compression, settings)
     fingerprint = fingerprint_of_compression(call.compression)
+    # `accumulates` decides whether anything is taken back, so all ranks have to say the same.
     fingerprint += [("op", str(call.op)), ("accumulates", str(memory.accumulates))]
     if call.sources is not None and all(v is not None for v in call.sources):
         fingerprint += fingerprint_of_variables(call.sources)
@@ -86,15 +87,14 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     if place not in exchange.means:
         tensor = exchange.plain.get(place, tensor)
         if exchange.start is not None:
-            with tf.control_dependencies([exchange.start]):
+            with after(exchange.start):
                 tensor = tf.identity(tensor)
         if place not in exchange.plain:
             tensor = _count_plain(tensor, _label(call, place, tensor), memory)
         return Plain.compress(tensor)
     # Grouped all-reduces want one dtype, that of the plain tensors beside it.
     mark = "sn_plain" if place is None else f"sn_{place}"
-    waits = [exchange.start] if memory.nodes.serve(call) and exchange.start is not None else []
-    with tf.control_dependencies(waits):
+    with after(exchange.start if memory.nodes.serve(call) else None):
         token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
     return token, Mean(tensor, exchange.means[place], call)
 
@@ -136,13 +136,12 @@ def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:
 class Source:
     """Whose gradients a call exchanges.
 
-    names : what each is kept under; None where the trace may serve any variables, which their
+    names : of each gradient's memory; None where the trace may serve any variables, which their
         handles tell at each step
     handles : of the variables then, by place
-    owner : whose parameters are compared; see Memory.sameness_of
+    owner : whose parameters are compared; see OptimizerState.sameness_of
     variables : those of TensorFlow, to be compared
-    sparse : gradients that are no tensors, to be counted: under which name, or their place; and
-        each as tf.IndexedSlices
+    sparse : tf.IndexedSlices that are only counted, each with its name, or its place
     """
 
     names: Mapping[Any, str | None] | None
@@ -158,7 +157,7 @@ class Exchanged:
 
     start : a node that starts the step; None if nothing has to wait for it
     means : [n] float32
-    plain : gradients that AutoCompression sends plain, with their residuals; counted
+    plain : gradients that AutoCompression sends plain, residuals added; they are counted
     """
 
     start: Any
@@ -169,17 +168,19 @@ class Exchanged:
 def exchanged(
     call: Call, memory: OptimizerState, source: Source, tensors: Mapping[Any, Any]
 ) -> Exchanged:
-    """Average gradients, which are given by place."""
+    """Average gradients, by place, as nodes of the graph or by the engine."""
+    # Which gradients are compressed, and which of them this rank exchanges: by nodes those that it
+    # owns in its node.
     names = source.names or dict.fromkeys(tensors)
     choice = None
     if memory.settings.tune and tensors:
         choice = _choice(call, memory, names, tensors)
-    plain = frozenset() if choice is None else choice.plain
-    taken = {place: tensor for place, tensor in tensors.items() if names[place] not in plain}
+    taken = {} if choice is not None and choice.plain else tensors
     sizes = [tensor.shape.num_elements() for tensor in taken.values()]
     taken_names = [names[place] for place in taken]
     nodes = memory.nodes.sum(call, dict(zip(taken_names, sizes, strict=True)))
     mine = list(range(len(taken_names))) if nodes is None else nodes.mine  # those in buckets
+    buckets = [[mine[at] for at in part] for part in cut([sizes[at] for at in mine])]
     variables, scale = _variables(call, memory, taken), None
     vectors = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in taken.values()]
     # What is remembered is of gradients that are not scaled: scales change between steps.
@@ -187,26 +188,28 @@ def exchanged(
         vectors = [values / scale for values in vectors]
     # A step as nodes of the graph, where ten steps or more are alike; else one of the engine.
     earlier, graph = _earlier(memory), None
-    buckets = [[mine[at] for at in part] for part in cut([sizes[at] for at in mine])]
     if None not in taken_names:
         graph = memory.graph_step(
             [{str(taken_names[at]): sizes[at] for at in part} for part in buckets], source.owner,
             choice, variables and [variables[at] for at in mine], earlier.graphs, nodes,
         )  # fmt: skip
+    # What a step begins with, and what its exchange waits for.
     here = memory.nodes.all_are_here(call, vectors)
     ask_tuner = None
     if choice is not None and (graph is None or not graph.rests):
         ask_tuner = memory.asking(choice, graph)
     if graph is None:
-        with tf.control_dependencies([] if here is None else [here]):
+        with after(here):
             start, slots = _begin(call, memory, source)
         start = here if start is None else start
         if ask_tuner is not None:
             start = ask_tuner if start is None else start + ask_tuner
-        with tf.control_dependencies([*earlier.nodes(), *([] if start is None else [start])]):
+        # Of several calls in a graph one after the other, in the order of the trace: a step of the
+        # engine blocks in collectives, to which all ranks have to come in one order.
+        with after(*earlier.nodes(), start):
             means = _by_engine(call, memory, taken_names, taken, vectors, variables, slots)
     else:
-        with tf.control_dependencies([] if here is None else [here]):
+        with after(here):
             start, means = _by_graph(
                 call, memory, source, graph, buckets, vectors, variables, nodes
             )  # fmt: skip
@@ -216,17 +219,17 @@ def exchanged(
         elif not taken:
             start = None  # all travel as in stock Horovod, which waits for nothing
     if scale is not None:
-        means = [mean * scale for mean in means]
+        means = [mean * scale for mean in means]  # as the loop expects them, which unscales
     earlier.means[:] = means
     sent = {
-        place: _with_owed(tensor, str(names[place]), memory)
+        place: _with_residual(tensor, str(names[place]), memory)
         for place, tensor in tensors.items()
         if place not in taken
     }
     return Exchanged(start, dict(zip(taken, means, strict=True)), sent)
 
 
-def _with_owed(tensor: Any, name: str, memory: OptimizerState) -> Any:
+def _with_residual(tensor: Any, name: str, memory: OptimizerState) -> Any:
     """Return a gradient that travels plain plus what was not sent of it yet."""
     shared = memory.engine.shared
     if not shared.remembers(name):
@@ -250,16 +253,13 @@ def _with_owed(tensor: Any, name: str, memory: OptimizerState) -> Any:
 
 @dataclass
 class _Earlier:
-    """What a graph has exchanged for a memory so far.
-
-    means : the last ones
-    """
+    """What was traced in a graph so far for one memory; means : the last ones."""
 
     means: list[Any]
     graphs: set[GraphStep]
 
     def nodes(self) -> list[Any]:
-        """What the next exchange by the engine has to wait for."""
+        """What the engine's next exchange in the graph has to wait for."""
         return [*self.means, *(value for graph in self.graphs for value in graph.remembered())]
 
 
@@ -432,10 +432,9 @@ def _by_graph(
 def compressed_means(
     call: Call, gradients: Sequence[Any], names: Sequence[str], variables: Sequence[Any], owner: Any
 ) -> tuple[Any, list[Any], list[Any]]:
-    """A node for the beginning of a step, the means of gradients that a rim names, and these.
+    """Return a node that starts the step, means by gradient, and the gradients to send plain.
 
-    The means are as the gradients are; None for what travels plain: the gradients that are
-    returned, which may hold what was owed of them.
+    A mean is None where a gradient travels plain; that gradient may have a residual added.
 
     variables, owner : see Source; variables as Keras has them
     """
@@ -507,7 +506,7 @@ def _source_of(call: Call, memory: OptimizerState) -> Source:
 
 
 def _shaped(tensor: Any, call: Call, place: int | None) -> Any:
-    """Made dense from sparse, a gradient has lost its shape; its variable has not."""
+    """Return a gradient with its shape, which it has lost if it was made dense from sparse."""
     tensor = tf.convert_to_tensor(tensor)
     if call.sources and place is not None and tensor.shape.num_elements() is None:
         return tf.ensure_shape(tensor, call.sources[place].shape)
@@ -516,7 +515,15 @@ def _shaped(tensor: Any, call: Call, place: int | None) -> Any:
 
 def _takes(tensor: Any, place: int | None, call: Call, memory: OptimizerState) -> bool:
     """Whether a gradient of a call is compressed."""
-    if not _fits(tensor) or _unclear(call, place, memory):
+    shared = memory.settings.exchange == "shared"
+    # Where nothing tells which memory is meant, a gather works without; the shared exchange is
+    # nothing but memory.
+    if call.sources is None:
+        known = call.name is not None or not shared
+    else:
+        source = None if place is None else call.sources[place]
+        known = isinstance(source, tf.Variable) or not (shared or place is None)
+    if not known or not _fits(tensor):
         return False
     return memory.takes(_label(call, place, tensor), tensor.shape.as_list())
 
@@ -524,17 +531,6 @@ def _takes(tensor: Any, place: int | None, call: Call, memory: OptimizerState) -
 def _fits(tensor: Any) -> bool:
     """Whether a gradient could be compressed, whatever its size."""
     return tensor.dtype in _FLOATS and tensor.shape.num_elements() is not None
-
-
-def _unclear(call: Call, place: int | None, memory: OptimizerState) -> bool:
-    """Whether nothing tells which memory would be meant."""
-    shared = memory.settings.exchange == "shared"
-    if call.sources is None:
-        # A gather works without memory; the shared exchange is nothing but memory.
-        return shared and call.name is None
-    if place is None:
-        return True
-    return shared and not isinstance(call.sources[place], tf.Variable)
 
 
 def _check(call: Call) -> None:
@@ -557,7 +553,7 @@ def refuse_xla() -> None:
 
 
 def _label(call: Call, place: int | None, tensor: Any) -> str:
-    """A name for a gradient while its graph is made."""
+    """A name for a gradient while its step is traced."""
     name = call.name if place == call.place else None
     return name or f"{place}:{tensor.shape}"
 
@@ -593,7 +589,7 @@ def _graph_of(call: Call) -> Any:
 
 
 def _made_in(graph: Any) -> dict[Any, Any]:
-    """What was made once in a graph; it goes with the graph."""
+    """What was made once in a graph, kept with the graph."""
     if not hasattr(graph, "_sn_made"):
         graph._sn_made = {}
     return graph._sn_made  # type: ignore[no-any-return]

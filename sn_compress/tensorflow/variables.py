@@ -21,6 +21,8 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from ..engine.transaction import Outcome
 from ..errors import CompressError
 
+# Equal names are numbered by what a process has created so far: "dense_4" on one rank may be
+# "dense_7" on another.
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?\Z", re.DOTALL)
 
 

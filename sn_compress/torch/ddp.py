@@ -22,7 +22,6 @@ import os
 import socket
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -42,16 +41,15 @@ from ..engine.feedback import ErrorFeedback
 from ..engine.hierarchy import NodeLayout, find_layout, loadable, saved_place, states_to_load
 from ..errors import CompressError
 from ..prediction import new_tuner
-from ..saved import held, reading
-from .layout import BucketSlice as BucketSlice
 from .layout import (
+    BucketSlice,
     Names,
     changes_of,
-    check_flag,
     check_scaler,
     fingerprint_of,
     in_shape_of,
     layout_of,
+    loaded_arrays,
     parts_of,
 )
 from .outcomes import Outcomes, digest
@@ -63,14 +61,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _OVER = object()
 _EXCHANGED = object()  # what rounds by nodes yield before they hand out means inside their node
-
-
-@dataclass(frozen=True)
-class _FlatGradients:
-    """Gradients, and the flat tensor that they are views of."""
-
-    gradients: list[Gradient]
-    flat: torch.Tensor
 
 
 class CompressionState:
@@ -107,7 +97,8 @@ class CompressionState:
         self.compression = compression
         self.settings = settings_of(compression, "CompressionState")
         check_scaler(scaler)
-        check_flag(find_unused_parameters, "find_unused_parameters")
+        if not isinstance(find_unused_parameters, bool):
+            raise CompressError(f"{find_unused_parameters=}; expected True or False")
         self.process_group, self.collectives = process_group, Collectives(process_group)
         self._users_group = process_group
         # Of this pass, once it is over, where DDP may drop some of them.
@@ -126,16 +117,16 @@ class CompressionState:
         self.model: HookedModel | None = None  # once the hook was called
         self._travelled: set[int] = set()  # identities of parameters that were in a bucket
         self._exchanged = False  # since the last step of an optimizer
-        self._asks = False  # in this pass
+        self._compares = False  # parameters, in this pass
         self._fingerprint: Fingerprint | None = None  # of the parameters, behind the last step
-        # Of the first pass of a static graph: parameters whose buckets have not come yet.
+        # In the first pass of a static graph: parameters whose buckets have not come yet.
         self._to_come: set[int] = set()
         self._passed = False  # a first pass has ended
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
         self.pending: list[Generator[Any, None, None]] = []  # rounds that have begun
         self.summing: list[Generator[Any, None, None]] = []  # of those, at the sum of their node
         self.nodes: NodeGroups | None = None  # where gradients are summed by nodes first
-        self._looked = self.settings.hierarchy is None  # for nodes
+        self._knows_nodes = self.settings.hierarchy is None
         self._loaded: list[dict[str, Any]] = []  # states, until it is known which nodes there are
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -192,34 +183,37 @@ class CompressionState:
         sums: list[NodeSum] = []
         collectives = self.collectives
         groups = [
-            _FlatGradients([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
+            ([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
             for flat, parts in flats
         ]
         if self.nodes is not None:
+            # From here on the ranks are the owners of one number, one of each node, and the
+            # gradients those that this rank owns: the engine sees no others.
             collectives = self.nodes.between
-            for group in groups:
-                self.engine.begin(group.gradients)  # those that other ranks own, too
-            sums = [self.nodes.sum(group.gradients) for group in groups]
+            for gradients, _ in groups:
+                self.engine.begin(gradients)  # those that other ranks own, too
+            sums = [self.nodes.sum(gradients) for gradients, _ in groups]
             for node_sum in sums:
                 node_sum.scatter()
             yield
-            groups = [_FlatGradients(one.gradients(), one.shard.values) for one in sums]
+            groups = [(node_sum.gradients(), node_sum.shard.values) for node_sum in sums]
         ranks = collectives.ranks
         plain: list[Generator[None, None, None]] = []
         dense: list[Gradient] = []
         coded: list[Gradient] = []
-        for group in groups:
-            total = partial(self._total, group.flat.device, collectives)
+        for gradients, flat in groups:
+            total = partial(self._total, flat.device, collectives)
             step = self.engine.sort(
-                group.gradients, ranks=ranks, total=total, already_begun=self.nodes is not None
+                gradients, ranks=ranks, total=total, already_begun=self.nodes is not None
             )
             for gradient in step.dense:
                 gradient.values.copy_(self.engine.dense_values(gradient))
             if views := [gradient.values for gradient in (*step.plain, *step.dense)]:
-                packed = None if step.coded else group.flat
+                packed = None if step.coded else flat
                 plain.append(collectives.averages(views, packed))
             dense += step.dense
             coded += step.coded
+        # Plain ones first, on every rank: torch matches collectives of ranks by their order alone.
         for average in plain:
             next(average)
         if coded:
@@ -227,6 +221,7 @@ class CompressionState:
             results = None
             with suppress(StopIteration):
                 while True:
+                    # Left before each yield: inside, it would hold in whoever resumed this.
                     with torch.no_grad():
                         requests = rounds.send(results)  # type: ignore[arg-type]
                     started = [collectives.begin(request) for request in requests]
@@ -264,8 +259,8 @@ class CompressionState:
             like=torch.zeros(1, dtype=torch.float32, device=like.device),
             do="Make CompressionState alike on all ranks.",
         )  # fmt: skip
-        if not self._looked:
-            self._looked = True
+        if not self._knows_nodes:
+            self._knows_nodes = True
             self._find_nodes(total)
 
     def _find_nodes(self, total: Total) -> None:
@@ -314,8 +309,8 @@ class CompressionState:
         self.pending.clear()
         self.summing.clear()
         self.engine.new_step()
-        self._asks = self.engine.sameness.step()
-        if self._asks and not self.watch.any_step:  # they are updated by hand
+        self._compares = self.engine.sameness.step()
+        if self._compares and not self.watch.any_step:  # they are updated by hand
             self._fingerprint = self._digests()
 
     def is_first(self, bucket: dist.GradBucket) -> bool:
@@ -348,7 +343,7 @@ class CompressionState:
             later = Variable._execution_engine.queue_callback
             later(partial(later, partial(self.outcomes.write_unused, means)))
         fingerprint, self._fingerprint, self._exchanged = self._fingerprint, None, True
-        if self._asks:
+        if self._compares:
             total = partial(self._total, device, self.collectives)
             late = [name for p, name in self._trained() if id(p) not in self._travelled]
             hint = late and (
@@ -396,12 +391,11 @@ class CompressionState:
         From another number of ranks, or other nodes, each takes the mean; for those the list is
         needed. Nothing changes if a state does not fit.
         """
-        with reading("the saved state"):
-            held(state)
-            arrays = registry.map_tree(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+        arrays = loaded_arrays(state)
+        # At once, as an error is to come from this call; by nodes again, once they are known.
         self._load(loadable(arrays, self.ranks))
         states = [arrays] if isinstance(arrays, dict) else list(arrays)
-        if self._looked:
+        if self._knows_nodes:
             self._load_by_nodes(states)
         else:
             self._loaded = states
@@ -454,6 +448,8 @@ def compression_hook(
                 (part.name, in_shape_of(parameter, part.of(flat)))
                 for part, parameter in zip(parts, bucket.parameters(), strict=True)
             ]
+    # A low-rank step is two all-reduces, whatever its size, so small buckets share them; payloads
+    # start with their own bucket.
     large = sum(tensor.numel() for _, tensor, _ in state.waiting) >= GROUP
     if state.waiting and (large or last or state.settings.exchange != "shared"):
         group, state.waiting = state.waiting, []
@@ -463,6 +459,8 @@ def compression_hook(
         for rounds in (state.pending[-1], *summed):  # of those before, the node's sum is there
             next(rounds)
     if last:
+        # One round of every group before the next one of any, so that they overlap. By nodes some
+        # are through sooner than on other ranks of the node: none hands out means before all are.
         state.summing.clear()
         going, exchanged = state.pending, set[int]()
         while going:

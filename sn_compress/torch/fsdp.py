@@ -3,16 +3,16 @@
     state = compress_replicas(model, LowRankCompression.using(ratio=50), mesh["replicate"])
 
 FSDP2 gives its all-reduce hook one flat tensor a module: the reduce-scattered shards of the
-parameters that have a gradient, one behind the other, each with zeros up to the longest rank's
+parameters that have a gradient, one after another, each padded with zeros to the longest rank's
 shard. As one vector that has no low rank, and biases would be compressed with kernels. So each
-shard is cut out again and is a tensor of its own: rows of a matrix are a matrix. Zeros between
-them are no part of anything.
+shard is cut out again, without its padding, and is a tensor of its own: rows of a matrix are a
+matrix.
 
-Which parameters have a gradient the hook is not told. All have one if the length says so; else it
-is known from hooks of the parameters, and held against the length.
+The hook is not told which parameters have a gradient. All have one if the length says so; else
+hooks of the parameters tell, and are checked against the length.
 
-Everything else is that of the DDP hook, its state too. FSDP2 keeps the shards' sizes in attributes
-that are not public; they are read in `_Shards` only.
+Everything else is that of the DDP hook, its state too. FSDP2 keeps the shards' sizes in private
+attributes; they are read in `_Shards` only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from ..compression import Compression
 from ..errors import CompressError
-from .ddp import BucketSlice, CompressionState
+from .ddp import CompressionState
+from .layout import BucketSlice
 from .outcomes import Outcomes
 
 
@@ -79,6 +80,7 @@ def compress_replicas(
     for module, shards in hooked:
         shards.watch()
         module.set_all_reduce_hook(_hook(state, shards))
+    # Where FSDP2 would call no all-reduce hook, that could not be found in the hook.
     model.register_forward_pre_hook(_check_before_pass)
     return state
 
@@ -139,6 +141,7 @@ class _Shards:
     def check(self, replicas: dist.ProcessGroup | None) -> None:
         """Raise CompressError unless torch leaves the average over these replicas to a hook."""
         group = self._group
+        # With a mesh of two dimensions FSDP2 calls the hook after an all-reduce of its own.
         if getattr(group.mesh_info, "replicate_mesh_size", 1) > 1:
             raise CompressError(
                 "fully_shard got a mesh with replicas, over which it averages itself; expected one "
@@ -203,13 +206,15 @@ class _Shards:
         outcomes.reached()
 
     def accumulate(self, flat: torch.Tensor, parts: list[BucketSlice]) -> bool:
-        """Whether to average now; with set_requires_all_reduce(False) gradients wait for a later.
+        """Add what waits to gradients; return whether to average them now.
 
-        FSDP2 adds what it gets back to the gradients: zeros, until then.
+        With set_requires_all_reduce(False) they wait for a later pass. FSDP2 adds what it gets back
+        to the gradients, so until then it gets zeros.
         """
         for part in parts:
             if part.name in self._waiting:
                 part.of(flat).add_(self._waiting.pop(part.name))
+        # FSDP2 heeds this for its own all-reduce alone, and calls the hook in any case.
         if self._group.all_reduce_grads:
             return True
         self._waiting.update((part.name, part.of(flat).clone()) for part in parts)

@@ -65,12 +65,13 @@ class BlockCodec:
         count, n = rows.shape
         blocks = nn.functional.pad(rows.float(), (0, -n % size)).view(count, -(-n // size), size)
         scales = blocks.abs().amax(2, keepdim=True) / levels
+        # Zeros have a scale of zero, and are to be codes of zero.
         codes = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)
         if generator is not None:
             noise = torch.rand(
                 codes.shape, generator=generator, dtype=torch.float32, device=codes.device
             )
-            codes = (codes + noise).floor_()
+            codes = (codes + noise).floor_()  # up as often as what is cut off is of a step
         else:
             codes = codes.round_()
         # Of what is not finite any code will do, as its scale is not finite.
@@ -206,7 +207,7 @@ class _AllGather(_Comm):
 
 
 class CompressedShards:
-    """What `compress_shards` keeps of a model: counts, and the number of the next random numbers.
+    """What `compress_shards` keeps of a model: bytes sent, and how often it has drawn numbers.
 
     min_elements : of a rank's part of a module below which it travels as it is
     """
@@ -222,13 +223,13 @@ class CompressedShards:
         return part.dtype in _FLOATS and part.numel() >= self.min_elements
 
     def random(self, device: torch.device) -> torch.Generator:
-        """Numbers of the next reduction: others on each rank, the same in a run that resumes."""
+        """The generator of the next reduction: its own on each rank, equal in a resumed run."""
         generator = self._generators.setdefault(device, torch.Generator(device))
         self._drawn += 1
         return generator.manual_seed((self._drawn * _KEY + dist.get_rank()) % 2**63)
 
     def count(self, what: str, sent: int, plain: int) -> None:
-        """Take note of bytes that this rank has sent to others, and would have sent."""
+        """Count bytes that this rank has sent to others, and would have sent uncompressed."""
         self._bytes[what][0] += sent
         self._bytes[what][1] += plain
 
@@ -299,11 +300,7 @@ def compress_shards(
     shards = CompressedShards(min_elements)
     for module in sharded:
         if gradients is not None:
-            codec: BlockCodec | FloatCodec
-            if gradients == "bf16" or gradients == "fp8":
-                codec = FloatCodec(gradients)
-            else:
-                codec = BlockCodec(gradients)
+            codec = FloatCodec(gradients) if isinstance(gradients, str) else BlockCodec(gradients)
             module.set_custom_reduce_scatter(_ReduceScatter(shards, codec))
         if parameters is not None:
             module.set_custom_all_gather(_AllGather(shards))

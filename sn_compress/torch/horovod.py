@@ -1,9 +1,9 @@
 """Compression of torch tensors in stock Horovod.
 
-Horovod asks about every gradient of an optimizer before it hands any mean out. Asked, we file the
-gradient in its bucket. A bucket of which all has come starts its collectives, on the gradients'
-device; the means are written into the gradients. When Horovod asks for the first of them,
-`in_flight` starts what was held back, and waits. `submission` says what Horovod is handed.
+Horovod passes every gradient of an optimizer to `compress` before it waits for any mean. `compress`
+files the gradient in its bucket. A complete bucket starts its collectives, on the device of the
+gradients, into which the means are written. When Horovod waits for the first mean, `in_flight`
+starts buckets that are incomplete, and waits for all. `hooks` has what Horovod gets to wait for.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from .under_horovod.agreement import (
     alike_in_hardware,
     end_broken_rounds,
     load_state_dict,
+    reduced_parameters,
     residuals,
     restart,
     state_dict,
@@ -69,7 +70,9 @@ _log = logging.getLogger(__name__)
 
 
 _of_calls: OrderedDict[tuple[Settings, int], OptimizerState] = OrderedDict()  # plain hvd.allreduce
-_MOST_CALLS = 64  # settings that calls remember; the same on all ranks, which make the same calls
+# States of calls that are kept: a program that makes settings anew for each call would fill memory.
+# The same go on all ranks, which make the same calls.
+_MOST_CALLS = 64
 
 
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
@@ -88,7 +91,10 @@ def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any,
             f"{caller.name or 'tensor'}: compression takes op=hvd.Average or hvd.Sum; Adasum, "
             "Min, Max and Product need the dense tensor. Use another op, or no compression."
         )
-    memory = _memory_for(caller, settings)
+    if caller.optimizer is None:
+        memory = _memory_of_calls(settings, caller.process_set.process_set_id)
+    else:
+        memory = memory_of(caller.optimizer)
     if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
         return tensor, None  # a differentiable all-reduce; encoding would cut the graph
     if caller.opens:
@@ -98,19 +104,15 @@ def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any,
     compares = caller.opens and caller.optimizer is not None and memory.engine.sameness.step()
     wire, ctx = _send(tensor, caller, memory)
     if caller.optimizer is not None:
-        _come(caller, ctx if isinstance(ctx, RoundsHandle | FusedHandle) else None, memory)
+        assert memory.buckets is not None
+        filed = ctx if isinstance(ctx, RoundsHandle | FusedHandle) else None
+        if filed is not None:
+            memory.side.follow(filed.tensor)
+        full = memory.buckets.add(str(caller.name), filed)
+        if full is not None:
+            begin(memory, full, caller.process_set)
+        memory.pending.poll()
     return wire, CheckedHandle.begin(memory, caller.optimizer, ctx) if compares else ctx
-
-
-def _come(caller: Caller, filed: RoundsHandle | FusedHandle | None, memory: OptimizerState) -> None:
-    """Start the bucket that this gradient completes; advance exchanges whose words arrived."""
-    assert memory.buckets is not None
-    if filed is not None:
-        memory.side.follow(filed.tensor)
-    full = memory.buckets.add(str(caller.name), filed)
-    if full is not None:
-        begin(memory, full, caller.process_set)
-    memory.pending.poll()
 
 
 def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple[Any, Any]:
@@ -120,7 +122,8 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     gradient = Gradient(name, tuple(tensor.shape), flat)
     factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
     if memory.nodes is not None and tensor.is_floating_point():
-        memory.engine.begin([gradient])  # and sorted by its owner alone, as the node's mean
+        # Its owner alone sorts it, once it has the node's mean; all ranks count what is dropped.
+        memory.engine.begin([gradient])
         return None, _filed(gradient, tensor, factor, memory, sets)
     step = engine.sort(
         [gradient], ranks=sets.size(), total=partial(total, memory, sets),
@@ -142,7 +145,8 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
         return wire, PlainHandle(memory, str(name), factor, tensor.dtype)
     if of_optimizer:
         return None, _filed(gradient, tensor, factor, memory, sets)
-    copied = replace(gradient, values=flat.clone())  # a call leaves what it is given as it is
+    # A compressed hvd.allreduce is a bucket of one, and does not change its input.
+    copied = replace(gradient, values=flat.clone())
     handle = RoundsHandle(copied, tensor.detach(), factor, memory.pending.complete)
     memory.counts_ranks = False
     count_ranks(memory, name, sets)
@@ -162,9 +166,9 @@ def _filed(
 
 
 def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
-    """Begin a step, or a call; drop exchanges that one that failed has left.
+    """Begin a step, or a call; drop the exchanges of a failed one.
 
-    Before the first one, and after the number of ranks has changed, all ranks agree.
+    Before the first one, and when the number of ranks has changed, all ranks agree.
     """
     sets = caller.process_set
     ranks = sets.size()
@@ -212,16 +216,16 @@ def _agree(memory: OptimizerState, caller: Caller, device: torch.device) -> None
 
 
 def _again(memory: OptimizerState, caller: Caller) -> bool:
-    """Whether the optimizer asks again about gradients that are the ranks' means already.
+    """Whether the optimizer passes gradients again that are the ranks' means already.
 
-    `step()` does so behind `synchronize()` where no `skip_synchronize()` is around it. The mean may
-    have been clipped or unscaled since: it is no gradient with which memories could travel.
+    `step()` does so after `synchronize()`, unless inside `skip_synchronize()`. The mean may have
+    been clipped or unscaled since: taken for a gradient, it would get the memory added once more.
     """
     optimizer = caller.optimizer
     if caller.opens:
         passes = optimizer.backward_passes_per_step
         memory.repeats = optimizer._synchronized and all(
-            # A backward pass counts down before Horovod asks.
+            # A backward pass counts this down before Horovod passes the gradient.
             optimizer._allreduce_delay[parameter] == passes and memory.has_sent(parameter.grad)
             for parameter in optimizer._requires_update
         )
@@ -246,20 +250,14 @@ def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
         memory.outcomes.follow(names[parameter], parameter)
     if memory.buckets is None:
         # Gradients mostly come in the reverse of this order.
-        ordered = [p for group in optimizer.param_groups for p in group["params"] if p in reduced]
-        memory.buckets = Buckets((names[p], p.numel(), p.device) for p in reversed(ordered))
+        ordered = reversed(reduced_parameters(optimizer))
+        memory.buckets = Buckets((names[p], p.numel(), p.device) for p in ordered)
     if memory.submission is None:
         ask, again = partial(_ask, settings=memory.settings), partial(_again, memory)
         memory.submission = GradientHook(
             optimizer, memory.uses_placeholders, ask, again, memory.settings.wait_s
         )
     memory.submission.begin()
-
-
-def _memory_for(caller: Caller, settings: Settings) -> OptimizerState:
-    if caller.optimizer is None:
-        return _memory_of_calls(settings, caller.process_set.process_set_id)
-    return memory_of(caller.optimizer)
 
 
 def _memory_of_calls(settings: Settings, process_set: int) -> OptimizerState:

@@ -16,8 +16,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..codecs import registry
 from ..codecs.base import Floats
 from ..errors import CompressError
+from ..saved import held, reading
 
 Axes = list[int]  # from the slowest to the fastest
 Change = Callable[[Floats], Floats]
@@ -68,6 +70,7 @@ def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
     A dense tensor lies there by its strides, any other one in the order of its indices.
     """
     axes = range(len(shape))
+    # The stride of an axis of one element may be any number.
     order = sorted(axes, key=lambda axis: (shape[axis] == 1, -strides[axis], axis))
     steps = [prod(shape[axis] for axis in order[at + 1 :]) for at in axes]
     if all(
@@ -135,6 +138,13 @@ def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[st
         if old != new:
             changes[name] = partial(reorder, shape=shape, old=old, new=new)
     return changes
+
+
+def loaded_arrays(state: Any) -> Any:
+    """A saved state with NumPy arrays in the place of tensors; CompressError unless it is one."""
+    with reading("the saved state"):
+        held(state)  # before anything is copied: a tensor may repeat one element without end
+        return registry.map_tree(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
 
 
 class Names:
@@ -210,12 +220,6 @@ def check_scaler(scaler: Any) -> None:
             f"got {_kind(scaler)} as scaler; expected the torch.amp.GradScaler of the training, or "
             "None"
         )
-
-
-def check_flag(value: Any, name: str) -> None:
-    """Raise CompressError for what is neither True nor False."""
-    if not isinstance(value, bool):
-        raise CompressError(f"{name}={value!r}; expected True or False")
 
 
 def _kind(thing: Any) -> str:

@@ -21,9 +21,9 @@ from .process_group import Collectives
 
 
 class NodeGroups(Place):
-    """Of one group: the ranks of this node, and the rank of the same number in each node.
+    """A group's ranks by nodes: those of this node, and the rank of the same number in each node.
 
-    layout : of the ranks of `collectives`, on all of which this is made at once
+    layout : of the ranks of `collectives`; all of them create this at once
 
     Attributes
     ----------
@@ -37,11 +37,11 @@ class NodeGroups(Place):
         self.inside.waiting = self.between.waiting = collectives.waiting
 
     def sum(self, gradients: Sequence[Gradient]) -> NodeSum:
-        """The way of gradients, of one dtype on one device, to owners and back."""
+        """Gradients of one dtype on one device, on their way to owners and back."""
         return NodeSum(self, gradients)
 
 
-# Of each group that has nodes: made once, as a group has threads and connections of its own.
+# By group: created once, as each group has threads and connections of its own.
 _groups_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
 
@@ -51,8 +51,8 @@ def _groups(group: Any, layout: NodeLayout, rank: int) -> tuple[Any, Any]:
         node, number = layout.place(rank)
         # Numbers of the ranks in the program, which groups are made of.
         numbers = dist.get_process_group_ranks(group)
-        # Only its members synchronize, as a group need not have all ranks of the program. With the
-        # group's timeout, or the others would wait half an hour for a rank that was killed.
+        # Only members synchronize, as a group need not have all ranks of the program. With the
+        # group's timeout: by default the others would wait half an hour for a rank that was killed.
         options = {"timeout": _timeout(group), "use_local_synchronization": True}
         inside, between = (
             dist.new_group([numbers[member] for member in members], **options)

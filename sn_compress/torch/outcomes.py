@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd import Variable
@@ -46,10 +46,10 @@ class _FoundInf:
 class _Parameter:
     """One parameter, and what became of its last exchanged gradient.
 
-    known : whether an optimizer of torch has stepped it, ever, or holds it
-    hooked : whether passes that reach it are told
-    stepping : whether it had a gradient when an optimizer began the step that it is in
-    found_inf : of a fused optimizer whose step applied the gradient, or skipped it
+    known : whether an optimizer of torch holds it, or has ever stepped it
+    hooked : whether `reached` is called in backward passes that reach it
+    stepping : whether it had a gradient when the running step of an optimizer began
+    found_inf : that of a fused optimizer whose step applied the gradient, or skipped it
     sent : the gradient when it was sent, and how often it had been written to
     """
 
@@ -59,7 +59,7 @@ class _Parameter:
     stepping: bool = False
     outcome: Outcome = "applied"
     found_inf: _FoundInf | None = None
-    sent: tuple[weakref.ref[torch.Tensor], int] | None = None
+    sent: tuple[weakref.ref[torch.Tensor], int] | Literal[False] = False
 
     def settled(self) -> Outcome:
         """What became of the gradient so far."""
@@ -68,16 +68,11 @@ class _Parameter:
         self.found_inf = None
         return self.outcome if self.known else "unknown"
 
-    def is_sent(self) -> None:
-        """Take note of the gradient, which DDP hands over as it is: a mean is written into it."""
-        gradient = self.parameter.grad
-        self.sent = None if gradient is None else (weakref.ref(gradient), gradient._version)
-
     @property
     def unwritten(self) -> bool:
         """Whether nothing was written into the gradient since."""
         gradient = self.parameter.grad
-        if gradient is None or self.sent is None:
+        if gradient is None or not self.sent:
             return False
         sent, version = self.sent
         return version == gradient._version and sent() is gradient
@@ -93,12 +88,12 @@ class _Pass:
 
 
 class Outcomes:
-    """Those of the parameters of one DDP or FSDP2 model, or optimizer of Horovod, by name.
+    """The outcomes of the parameters of one DDP or FSDP2 model, or optimizer of Horovod, by name.
 
     Attributes
     ----------
-    joined : the exchange is one of a Join, in which this rank has no data left: what became of the
-        gradient only the other ranks know, and mostly they apply it
+    joined : this rank has no data left and only takes part, in a Join: what becomes of the gradient
+        is known to the other ranks alone, and mostly they apply it
     """
 
     def __init__(self) -> None:
@@ -112,11 +107,7 @@ class Outcomes:
         """Take note of what happens to a parameter from now on."""
         known = self._records.get(name)
         if not self._records:
-            for handle in (
-                register_optimizer_step_pre_hook(partial(_steps, weakref.ref(self))),
-                register_optimizer_step_post_hook(partial(_stepped, weakref.ref(self))),
-            ):
-                weakref.finalize(self, handle.remove)
+            watch_optimizers(self)
         if known is None or known.parameter is not parameter:
             if known is not None:
                 self._by_id.pop(id(known.parameter), None)
@@ -132,7 +123,9 @@ class Outcomes:
         for name in names:
             if (record := self._records.get(name)) is not None:
                 record.outcome, record.found_inf = "applied" if self.joined else "held", None
-                record.is_sent()
+                # Its version as well: DDP writes the mean into the same tensor, if it writes one.
+                gradient = record.parameter.grad
+                record.sent = gradient is not None and (weakref.ref(gradient), gradient._version)
 
     def of(self, name: str) -> Outcome:
         """See engine.Outcomes."""
@@ -140,7 +133,7 @@ class Outcomes:
         return "unknown" if record is None else record.settled()
 
     def look(self) -> None:
-        """Between backward passes: which gradients were dropped."""
+        """Note which gradients were dropped; called between backward passes."""
         if not self._searched and any(
             not record.known and record.outcome == "held" for record in self._records.values()
         ):
@@ -160,10 +153,10 @@ class Outcomes:
                 record.outcome = "held" if count else "dropped"
 
     def write_unused(self, means: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Behind a pass of DDP, which writes no mean where no rank had a gradient in it.
+        """Write means that DDP did not write, as no rank had a gradient; called after the pass.
 
-        An old gradient that is still in `.grad` was sent again, with what was left out of it. It
-        may yet be applied, so that its mean has to be in its place.
+        An old gradient that is still in `.grad` was sent again, with its residual. An optimizer may
+        still apply it, so its mean has to be in its place.
 
         means : of tensors by name, in their shapes; of complex ones with a last axis of two
         """
@@ -176,41 +169,38 @@ class Outcomes:
                 gradient.copy_(mean)
 
     def _search(self) -> None:
-        """Find optimizers that have not made a step yet: a second pass is about to begin, or over.
-
-        Once, as it takes long, and after a collection: Python collects at other times on each rank.
-        """
-        self._searched = True
-        gc.collect()
-        # By its type: to ask some objects for their class makes them import things.
-        for optimizer in [obj for obj in gc.get_objects() if issubclass(type(obj), Optimizer)]:
+        """Find optimizers that have not stepped yet, once a second pass begins or has ended."""
+        self._searched = True  # once: it walks all objects of the process
+        gc.collect()  # of dead optimizers each rank has others, as Python collects at its own times
+        for optimizer in live_objects(Optimizer):
             for record in self._of(optimizer):
                 record.known = True
 
     def reached(self) -> None:
-        """A backward pass is about to add to the gradient of a parameter."""
+        """Called when a backward pass is about to add to the gradient of a parameter."""
         running = None if self._pass is None else self._pass()
-        # One inside of another, as of a reentrant checkpoint, is no new one. Autograd lets go of
-        # one that ends with an error.
+        # A pass inside another one, as of a reentrant checkpoint, is no new pass. Autograd drops
+        # its callbacks, and with them the _Pass, when a pass ends with an error.
         if running is None or running.over:
             running = _Pass()
             self._pass = weakref.ref(running)
             Variable._execution_engine.queue_callback(running)
             self.look()
 
-    def steps(self, optimizer: Any) -> None:
-        """An optimizer begins a step, after which there may be no gradients any more."""
+    def begin_step(self, optimizer: Any) -> None:
+        """Called before a step of any optimizer, after which its gradients may be gone."""
         for record in self._of(optimizer):
             record.stepping = record.parameter.grad is not None
 
-    def stepped(self, optimizer: Any) -> None:
-        """An optimizer has made a step."""
+    def end_step(self, optimizer: Any) -> None:
+        """Called after a step of any optimizer."""
         # A fused one is called where the scaler skips, too, and looks itself.
         flag = getattr(optimizer, "found_inf", None)
         found_inf = _FoundInf(flag) if isinstance(flag, torch.Tensor) else None
         for record in self._of(optimizer):
             record.known = True
-            # One of the closure's, or one that the step was made with, and may have cleared.
+            # After the step if its closure computed the gradient; else before it, as a step may
+            # end with zero_grad.
             has_gradient = record.stepping or record.parameter.grad is not None
             if record.outcome == "held" and has_gradient:
                 record.outcome, record.found_inf = "applied", found_inf
@@ -223,14 +213,27 @@ class Outcomes:
                     yield record
 
 
-def _steps(reference: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
-    if (outcomes := reference()) is not None:
-        outcomes.steps(optimizer)
+def watch_optimizers(watcher: Any) -> None:
+    """Have steps of all optimizers call a watcher's begin_step and end_step while it lives."""
+    # torch holds its hooks for good, and so would hold the watcher, and what that holds.
+    reference = weakref.ref(watcher)
+
+    def begin(optimizer: Any, *_: Any) -> None:
+        if (alive := reference()) is not None:
+            alive.begin_step(optimizer)
+
+    def end(optimizer: Any, *_: Any) -> None:
+        if (alive := reference()) is not None:
+            alive.end_step(optimizer)
+
+    for handle in (register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)):
+        weakref.finalize(watcher, handle.remove)
 
 
-def _stepped(reference: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
-    if (outcomes := reference()) is not None:
-        outcomes.stepped(optimizer)
+def live_objects(kind: type) -> list[Any]:
+    """All objects of a class that Python's collector knows of, a frozen one not among them."""
+    # By type: `isinstance` asks an object for its `__class__`, at which lazy modules import things.
+    return [obj for obj in gc.get_objects() if issubclass(type(obj), kind)]
 
 
 def _reached(reference: weakref.ref[Outcomes], _: torch.Tensor) -> None:

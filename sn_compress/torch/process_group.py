@@ -1,20 +1,16 @@
-"""What a process group of torch does for a rim: sums and gathers that go on meanwhile.
+"""A process group's collectives, started and waited for; the DDP model of a hook; optimizer steps.
 
-The DDP model that a state's hook is on: its group, its parameters, how it divides.
+register_comm_hook tells the state nothing, and a bucket knows no model. So `HookedModel` searches
+for the model once, when the hook is called first: it is alive, as it calls.
 
-register_comm_hook tells the state nothing, and a bucket knows no model. So the model is looked for,
-once, when the hook is called first: it is alive, as it calls.
-
-What optimizers of a model do, told by torch: their steps begin, and end.
-
-A hook that was made and never registered, or that a strategy ignores, leaves no trace: training
-goes on with plain gradients. Only the optimizer's steps are sure to come. Behind one that followed
-an exchange the parameters are the same on all ranks; in a backward pass they need not be.
+A hook that was never registered, or that a strategy ignores, leaves no trace: training goes on with
+plain gradients. Only the optimizer's steps are sure to come, so `CallWatch` counts those. After one
+that followed an exchange the parameters are equal on all ranks; in a backward pass they need not
+be.
 """
 
 from __future__ import annotations
 
-import gc
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
@@ -26,13 +22,10 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from ..collective import Collective
 from ..errors import CompressError, UncalledWarning
+from .outcomes import live_objects, watch_optimizers
 
 # torch 2.13 gave them other names, and warns under the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -40,10 +33,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 
 
 class Collectives:
-    """Those of one process group; None is the default group.
-
-    Raises CompressError for what is no group.
-    """
+    """Those of one process group, None for the default one; CompressError for what is no group."""
 
     def __init__(self, group: Any) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -53,7 +43,7 @@ class Collectives:
                 "name: named_parameters=..., scaler=..."
             )
         self.group = group
-        # Around what waits for the others; a state puts its clock here.
+        # Entered while this waits for other ranks; a state sets its timer here.
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @property
@@ -67,22 +57,18 @@ class Collectives:
         return dist.get_rank(self.group)
 
     def sum(self, tensor: torch.Tensor) -> dist.Work:
-        """Begin to sum it over the ranks, in its place."""
+        """Start to sum a tensor over the ranks, in place."""
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def gather(
         self, words: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to gather the ranks' words, one behind the other; `sizes` if some bring more."""
+        """Start to gather the ranks' words, one after another; sizes : of each rank, if unequal."""
         if sizes is None or len(set(sizes)) == 1:
             gathered = words.new_empty(self.ranks * words.numel())
             return all_gather(gathered, words, group=self.group, async_op=True), gathered
         # No backend gathers vectors of several lengths into one; as many bytes travel this way.
         return self.all_to_all(words.repeat(self.ranks), [words.numel()] * self.ranks, sizes)
-
-    def alltoall(self, carry: Collective) -> tuple[dist.Work, torch.Tensor]:
-        """Begin to hand each of the others its words; the result is what they have for this."""
-        return self.all_to_all(carry.words, carry.to_ranks(self.rank), carry.of_ranks(self.rank))
 
     def all_to_all(
         self,
@@ -91,7 +77,7 @@ class Collectives:
         of_ranks: Sequence[int],
         into: torch.Tensor | None = None,
     ) -> tuple[dist.Work, torch.Tensor]:
-        """Start to send each rank its words; the result is `into` if that is given."""
+        """Start to send each rank its words; they are received in `into`, or a new tensor."""
         output = words.new_empty(sum(of_ranks)) if into is None else into
         work = dist.all_to_all_single(
             output, words, list(of_ranks), list(to_ranks), group=self.group, async_op=True
@@ -99,8 +85,8 @@ class Collectives:
         return work, output
 
     def total(self, words: npt.NDArray[Any], device: torch.device) -> npt.NDArray[Any]:
-        """The sum over the ranks of an array, on this device, at once."""
-        total = torch.from_numpy(words.copy()).to(device)
+        """The sum over the ranks of an array, by way of this device; blocks."""
+        total = torch.from_numpy(words.copy()).to(device)  # a copy, as it is summed in place
         with self.waiting():
             self.sum(total).wait()
         return np.asarray(total.cpu().numpy())
@@ -108,9 +94,9 @@ class Collectives:
     def averages(
         self, views: Sequence[torch.Tensor], packed: torch.Tensor | None
     ) -> Generator[None, None, None]:
-        """Average vectors of one dtype in place; `packed` is the one that they are all of, if any.
+        """Average vectors of one dtype in place: yields when the sum has begun, then waits for it.
 
-        Comes back when the sum has begun; going on waits for it.
+        packed : the vector that they are all of, where there is one
         """
         together = torch.cat(list(views)) if packed is None else packed
         together.div_(self.ranks)  # before the sum, which half precision might not hold
@@ -124,11 +110,12 @@ class Collectives:
                 view.copy_(mean)
 
     def begin(self, carry: Collective) -> tuple[dist.Work, torch.Tensor]:
-        """Begin a collective that the engine asks for; what `result` is called with."""
+        """Start a collective that the engine asks for; return the arguments of `result`."""
         if carry.kind == "gather":
             return self.gather(carry.words, carry.sizes)
         if carry.kind == "alltoall":
-            return self.alltoall(carry)
+            to_ranks, of_ranks = carry.to_ranks(self.rank), carry.of_ranks(self.rank)
+            return self.all_to_all(carry.words, to_ranks, of_ranks)
         return self.sum(carry.words), carry.words
 
     def result(self, work: dist.Work, output: torch.Tensor) -> torch.Tensor:
@@ -141,7 +128,7 @@ class Collectives:
 
 
 class HookedModel:
-    """Of one state; empty where another caller than DDP calls the hook, or before it does."""
+    """The model of one state; none where something else than DDP calls the hook, or before."""
 
     def __init__(self) -> None:
         self._model: weakref.ref[DistributedDataParallel] | None = None
@@ -151,7 +138,9 @@ class HookedModel:
 
         Raises CompressError for a group of other ranks than the model's.
         """
-        for model in _models_of(state):
+        for model in live_objects(DistributedDataParallel):
+            if all(hooked is not state for _, hooked in vars(model).get("_comm_hooks", ())):
+                continue
             self._model = weakref.ref(model)
             theirs = model.process_group
             group = theirs if group is None else group
@@ -164,8 +153,8 @@ class HookedModel:
         return group
 
     def check_join(self) -> None:
-        """Raise CompressError in a Join that divides by fewer ranks than there are."""
-        model = None if self._model is None else self._model()
+        """CompressError in a Join that divides by the ranks that have not joined."""
+        model = self._alive()
         if model is None or not model._join_config.enable:
             return
         if not getattr(model, "_divide_by_initial_world_size", True):
@@ -177,41 +166,34 @@ class HookedModel:
 
     @property
     def gone(self) -> bool:
-        """Whether there was one, and is no more."""
-        return self._model is not None and self._model() is None
+        """Whether the model was found and has been deleted since."""
+        return self._model is not None and self._alive() is None
+
+    def _alive(self) -> DistributedDataParallel | None:
+        return None if self._model is None else self._model()
 
     @property
     def drops_unused(self) -> bool:
-        """Whether it writes no mean of a gradient that no rank has used."""
-        model = None if self._model is None else self._model()
+        """Whether DDP writes no mean of a gradient that no rank has used."""
+        model = self._alive()
+        # With a static graph DDP looks for unused parameters by itself.
         return model is not None and bool(model.find_unused_parameters or model.static_graph)
 
     @property
     def static(self) -> bool:
         """Whether its graph was said to be static."""
-        model = None if self._model is None else self._model()
+        model = self._alive()
         return model is not None and bool(model.static_graph)
 
     def trained(self) -> list[tuple[torch.Tensor, str]] | None:
-        """Parameters that require gradients now, those that DDP ignores left out; None: unknown."""
-        model = None if self._model is None else self._model()
-        if model is None:
+        """Parameters that require gradients now, but for those DDP ignores; None: no model."""
+        if (model := self._alive()) is None:
             return None
         return [
             (parameter, name)
             for name, parameter in model.module.named_parameters()
             if parameter.requires_grad and name not in model.parameters_to_ignore
         ]
-
-
-def _models_of(state: Any) -> list[DistributedDataParallel]:
-    # By its type: to ask some objects for their class makes them import things.
-    models = [obj for obj in gc.get_objects() if issubclass(type(obj), DistributedDataParallel)]
-    return [
-        model
-        for model in models
-        if any(hooked is state for _, hooked in vars(model).get("_comm_hooks", ()))
-    ]
 
 
 def _ranks(group: Any) -> list[int]:
@@ -252,21 +234,7 @@ class CallWatch:
         self._parameters: set[int] = set()
         self._stepping: Any = None  # the optimizer in whose step this is, of several the outer one
         self._passes = 0  # in that step
-        reference = weakref.ref(self)
-
-        def begin(optimizer: Any, *_: Any) -> None:
-            if (watch := reference()) is not None:
-                watch.begin_step(optimizer)
-
-        def end(optimizer: Any, *_: Any) -> None:
-            if (watch := reference()) is not None:
-                watch.end_step(optimizer)
-
-        for handle in (
-            register_optimizer_step_pre_hook(begin),
-            register_optimizer_step_post_hook(end),
-        ):
-            weakref.finalize(self, handle.remove)
+        watch_optimizers(self)
 
     def called(self) -> None:
         """The hook was called."""
@@ -286,13 +254,13 @@ class CallWatch:
             )
 
     def begin_step(self, optimizer: Any) -> None:
-        """An optimizer begins a step; there may be another one in it, as in ZeRO's."""
+        """See watch_optimizers; a step may have another optimizer's step in it, as ZeRO's has."""
         outer = self._stepping and self._stepping()
         if self._mine(optimizer) and outer in (None, optimizer):
             self._stepping, self._passes = weakref.ref(optimizer), 0
 
     def end_step(self, optimizer: Any) -> None:
-        """An optimizer has made a step; warn if that is one too many without the hook."""
+        """See watch_optimizers; warns if that is one step too many without the hook."""
         if not self._mine(optimizer):
             return
         self.any_step = True
@@ -303,7 +271,7 @@ class CallWatch:
                 ended()
         self.steps += 1
         if self.steps == self.after:
-            self.after = 0
+            self.after = 0  # once
             warnings.warn(
                 f"the optimizer made {self.steps} steps in which nothing called the hook of this "
                 "CompressionState; expected a call in every backward pass. Gradients travel "
@@ -313,7 +281,7 @@ class CallWatch:
                 "sn_compress.torch.integrations.LightningCompression. For long no_sync() set "
                 "warn_after.",
                 UncalledWarning,
-                stacklevel=4,
+                stacklevel=4,  # past our hook and torch's wrapper, where the step is called
             )
 
     def _mine(self, optimizer: Any) -> bool:

@@ -14,7 +14,8 @@ from sn_compress.engine import engine_state
 from sn_compress.engine.engine import Engine
 from sn_compress.schedule import Constant, Diminishing, Warmup
 from sn_compress.torch import process_group as rim
-from sn_compress.torch.ddp import BucketSlice, CompressionState
+from sn_compress.torch.ddp import CompressionState
+from sn_compress.torch.layout import BucketSlice
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compress"))
 

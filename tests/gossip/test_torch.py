@@ -10,7 +10,7 @@ import pytest
 RANKS = Path(__file__).parent / "ranks"
 CASES = [
     "weights", "momentum", "buckets", "kinds", "consensus", "coded", "settles",
-    "resume", "limit", "spread", "differ", "counted", "scaler", "ring", "grown",
+    "resume", "limit", "spread", "differ", "counted", "scaler", "ring", "grown", "unequal-momenta",
 ]  # fmt: skip
 # Cases whose topologies or bounds depend on the number of ranks; of the others, three will do.
 OTHERS = [(2, "weights"), (2, "coded"), (2, "limit"), (4, "weights"), (4, "momentum"), (1, "ring")]

@@ -187,6 +187,18 @@ def consensus(world):
         assert optimizer.report()["averages"] == 1
 
 
+def unequal_momenta(world):
+    """Ranks have momentum of unlike parameters, one of as many as the mean: none is averaged."""
+    model = net()
+    optimizer = GossipOptimizer(sgd(model), **world.places[0])
+    for place, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.ones_like(parameter) if place < world.rank else None
+    optimizer.step()
+    optimizer.consensus()
+    found = everyone(world, model)
+    assert torch.equal(found, found[:1].expand_as(found))
+
+
 def coded(world):
     """Differences by codec: few bytes, replicas stay together, both transports the same bits."""
     settings = {"codec": codec("topk", theta=0.9), "steps": 40}
@@ -399,6 +411,7 @@ def ring(world):
 CASES = {
     "weights": rules, "momentum": lambda world: rules(world, momentum=2),
     "buckets": buckets, "kinds": kinds, "consensus": consensus, "coded": coded, "settles": settles,
+    "unequal-momenta": unequal_momenta,
     "resume": resume, "limit": limit, "spread": spread, "differ": differ, "counted": counted,
     "scaler": scaler, "ring": ring, "grown": grown,
 }  # fmt: skip

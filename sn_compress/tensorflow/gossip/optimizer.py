@@ -43,7 +43,7 @@ class Gossip:
         self.settings, self.process_set = settings, process_set
         self.rank, self.ranks = process_set.rank(), process_set.size()
         graph = settings.graph(self.ranks)
-        # A graph looks partners up by step in a table, which has to repeat.
+        # A graph looks partners up by step in a table, so they have to repeat.
         if graph.rotate:
             raise CompressError(
                 f"got topology {graph!r}; expected one that does not rotate, under TensorFlow"
@@ -53,43 +53,39 @@ class Gossip:
         self._targets = np.array([partner.target for partner in partners])
         self._weights = np.array([partner.weight for partner in partners], np.float32)
         self.copies: Differences | None = None
-        # Made where no trace is under way, and past Keras, which would save them.
-        self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)
+        # Created outside of any trace, and not as Keras's variables, which it would save.
+        self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)  # not measured yet
         self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.average_bytes = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._prefix = message_prefix("gossip", process_set)
 
     def build(self, variables: Sequence[Any]) -> None:
         """All ranks get the weights of rank 0; CompressError unless they have the same settings."""
+        sets = self.process_set
+
+        def total(name: str, words: Any) -> Any:
+            summed = hvd.allreduce(tf.constant(words), op=hvd.Sum, name=name, process_set=sets)
+            return summed.numpy()
+
         if self.ranks > 1:
-            self._agree(variables)
-            hvd.broadcast_variables([v.value for v in variables], 0, process_set=self.process_set)
+            tensors = [
+                (f"variable {place}", f"{tuple(v.shape)} {v.dtype}")
+                for place, v in enumerate(variables)
+            ]
+            agree(
+                [*self.settings.fingerprint(self.ranks), *tensors], total=total, rank=self.rank,
+                ranks=self.ranks, name=f"{self._prefix}.agree",
+                do="Give all ranks the same model, and GossipOptimizer the same arguments.",
+            )  # fmt: skip
+            hvd.broadcast_variables([v.value for v in variables], 0, process_set=sets)
         self.copies = self.settings.copies([tuple(v.shape) for v in variables])
         if self.copies is not None:
             self.copies.restart(flattened(variables).numpy())
 
-    def _agree(self, variables: Sequence[Any]) -> None:
-        tensors = [
-            (f"variable {place}", f"{tuple(v.shape)} {v.dtype}")
-            for place, v in enumerate(variables)
-        ]
-
-        def total(name: str, words: Any) -> Any:
-            sets = self.process_set
-            return hvd.allreduce(
-                tf.constant(words), op=hvd.Sum, name=name, process_set=sets
-            ).numpy()
-
-        agree(
-            [*self.settings.fingerprint(self.ranks), *tensors], total=total, rank=self.rank,
-            ranks=self.ranks, name=f"{self._prefix}.agree",
-            do="Give all ranks the same model, and GossipOptimizer the same arguments.",
-        )  # fmt: skip
-
-    # In the graph.
+    # In the graph
 
     def deltas(self, tensors: Sequence[Any], step: Any, kind: str) -> list[Any]:
-        """Return what mixing adds to each tensor, float32: weight * (partner's - own)."""
+        """Return what mixing adds to each tensor, float32: weight * (received - sent)."""
         flat, sizes = flattened(tensors), [int(np.prod(t.shape)) for t in tensors]
         turn = tf.cast(step % len(self._targets), tf.int32)
         source, target = tf.gather(self._sources, turn), tf.gather(self._targets, turn)
@@ -118,7 +114,7 @@ class Gossip:
     def _pack(self, values: Any, target: Any) -> tuple[Any, Any]:
         assert self.copies is not None
         wire, copy = self.copies.begin(values, int(target), self.rank)
-        return wire, copy.copy()
+        return wire, copy.copy()  # the next message to this target changes it in place
 
     def _unpack(self, wire: Any, source: Any) -> Any:
         assert self.copies is not None
@@ -175,14 +171,14 @@ class Gossip:
         return tf.numpy_function(self._restart, [flattened(weights)], tf.int32)
 
     def _restart(self, values: Any) -> Any:
-        # Copies are of what partners hold, and all of them hold the mean now.
+        # Copies are what partners hold of each other, and all of them hold the mean now.
         assert self.copies is not None
         self.copies.restart(values)
         return np.int32(0)
 
 
 def _wide(variable: Any) -> Any:
-    return tf.float64 if variable.dtype in ("float64", tf.float64) else tf.float32
+    return tf.float64 if variable.dtype == "float64" else tf.float32
 
 
 def flattened(tensors: Sequence[Any]) -> Any:
@@ -193,7 +189,7 @@ def flattened(tensors: Sequence[Any]) -> Any:
 
 
 class _Gossiping:
-    """What an optimizer gains; comes before its own class."""
+    """What an optimizer gains; the first base of its new class."""
 
     _sn: Gossip
 
@@ -213,6 +209,7 @@ class _Gossiping:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
         if not self.built:  # type: ignore[has-type]
+            # Keras builds it in its `apply`; with overlap the weights are sent before that.
             with tf.init_scope():
                 self.build(list(trainable_variables))
             self.built = True
@@ -305,7 +302,7 @@ class Consensus(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def ranks_of(process_set: Any) -> Any:
-    """The process set, or that of all ranks; CompressError if this rank is not in it."""
+    """The process set, by default that of all ranks; CompressError if this rank is not in it."""
     peers = hvd.global_process_set if process_set is None else process_set
     if not peers.included():
         raise CompressError(f"this rank is not in {peers}; expected a process set that has it")

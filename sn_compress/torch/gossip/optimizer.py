@@ -2,10 +2,9 @@
 
     optimizer = GossipOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
 
-The obvious way is to average gradients with a partner, as torchdistx did: then the weights random-
-walk apart. The other obvious way is to average own new with the partner's old weights: that halves
-the learning rate. Here weights are averaged, both from after the step or, with overlap, both from
-before it (Lian et al. 2017):
+Averaging gradients with a partner, as torchdistx did, lets the weights random-walk apart. Averaging
+a rank's new weights with its partner's old ones halves the learning rate. Here weights are
+averaged, both from after the step or, with overlap, both from before it (Lian et al. 2017):
 
     overlap=False   w <- mix(w_i - u_i, w_j - u_j)
     overlap=True    w <- mix(w_i, w_j) - u_i          sent while the next gradient is computed
@@ -36,10 +35,10 @@ BUCKET_BYTES = 4 * 2**20
 
 
 class _Gossiping:
-    """What an optimizer gains; comes before its own class."""
+    """What an optimizer gains; the first base of its new class."""
 
     _sn: Gossip
-    # A GradScaler then calls step() even where it found Inf: the partner waits for the weights.
+    # Makes a GradScaler call step() even where it found Inf: the partner waits for the weights.
     _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None) -> Any:
@@ -66,7 +65,7 @@ class _Gossiping:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with reading("the saved state of the optimizer"):
-            held(state_dict)  # before torch makes copies
+            held(state_dict)  # before torch copies what a file may only claim to hold
             state = {key: value for key, value in state_dict.items() if key != "gossip"}
             gossip = self._sn.read(state_dict.get("gossip"))
             super().load_state_dict(state)  # type: ignore[misc]
@@ -109,7 +108,7 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
         ranks, its own time-out
     process_set, group : of Horovod or of torch.distributed; None: all ranks of what is initialised.
         A group of fewer than all ranks carries nothing else of gossip: make one for each optimizer.
-        A group may also be an object with the methods of peers.torch.Peers
+        A group may also be an object with the methods of sn_compress.torch.gossip.peers.Peers
 
     Returns
     -------

@@ -28,13 +28,13 @@ _taken: WeakSet[Any] = WeakSet()  # groups that carry somebody's messages
 
 @runtime_checkable
 class Peers(Protocol):
-    """All ranks of a run, as seen from one. Every rank makes the same calls in the same order."""
+    """All ranks of a run, seen from one. Every rank makes the same calls in the same order."""
 
     rank: int
     ranks: int
 
     def prefix(self, kind: str) -> str:
-        """Of the names of one object's messages: the same on all ranks, and no other's."""
+        """What one object's message names begin with: the same on all ranks, and no other's."""
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
         """Start sending [m] uint8 to a target; the function returned waits for the source's."""
@@ -43,7 +43,7 @@ class Peers(Protocol):
         """Start a sum over the ranks; the function returned waits for it."""
 
     def broadcast(self, name: str, tensor: Any, root: int) -> None:
-        """Give a tensor, in place, the values it has on rank `root`."""
+        """Set a tensor, in place, to its values on rank `root`."""
 
 
 class HorovodPeers:
@@ -102,13 +102,13 @@ class HorovodPeers:
 class GroupPeers:
     """The ranks of a group of torch.distributed.
 
-    group : None or one of all ranks: messages get a group of their own. One of fewer ranks becomes
-        that of these messages
+    group : None or one of all ranks: messages get a new group. One of fewer ranks carries them
+        itself, and nothing else
 
     torch.distributed tells messages apart by their order alone: a second optimizer in the same
-    group could take, or wait for ever for, what the first has under way. For fewer than all ranks
-    no group can be made here: torch names it by how many groups a rank is in, which need not be the
-    same for all of its ranks, and then they never meet.
+    group could receive, or wait for ever for, what the first has under way. For fewer than all
+    ranks no group can be created here: torch names it by how many groups a rank is in, which need
+    not be equal on all of its ranks, and then they never meet.
 
     Raises CompressError if another object sends over the group already.
     """
@@ -139,10 +139,11 @@ class GroupPeers:
 
     @contextmanager
     def _limit(self, what: str) -> Iterator[None]:
-        """Say that a wait was too long, where torch says that it timed out."""
+        """CompressError, which says what was waited for, where torch says that it timed out."""
         try:
             yield
         except RuntimeError as error:
+            # torch has no type for it, and its back ends have words of their own each.
             if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
                 raise
             raise CompressError(waited_message(what, self._wait_s)) from error
@@ -197,7 +198,7 @@ class GroupPeers:
 
 
 def find_peers(process_set: Any, group: Any, *, wait_s: float = WAIT_S) -> Peers:
-    """Those of what is given, else of what has been initialised.
+    """The peers of a process set or group, else of all ranks of what has been initialised.
 
     Raises CompressError if that is neither Horovod nor torch.distributed, or both.
     """

@@ -1,4 +1,4 @@
-"""The rules of sn_compress.torch.gossip: what is mixed with what, and when it is sent."""
+"""The rules of gossip in torch: what is mixed with what, and when it is sent."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ... import __version__
+from ...codecs.registry import map_tree
 from ...consistency import agree, all_equal, difference, digest_words
 from ...errors import CompressError
 from ...gossip import differences
@@ -23,9 +25,9 @@ from .peers import Peers, Wait
 _FORMAT = 1
 
 
-@dataclass
+@dataclass(eq=False)
 class Bucket:
-    """Tensors of one type that travel in one message, with its copies if there is a codec.
+    """Tensors of one dtype that travel in one message, with its copies if there is a codec.
 
     sent : [n], what the partner will take this rank's values for
     arrived : [n], what this rank takes the partner's values for
@@ -42,22 +44,14 @@ class Bucket:
         """The values of all tensors, [n], copied."""
         return torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors])
 
-    def put(self, values: Any) -> None:
-        """Set the tensors to [n]."""
+    def put(self, values: Any, *, add: bool = False) -> None:
+        """Set the tensors to [n]; or add that to them, float32 or wider."""
         pieces = values.split([tensor.numel() for tensor in self.tensors])
         with torch.no_grad():
             for tensor, piece in zip(self.tensors, pieces, strict=True):
-                tensor.copy_(piece.view(tensor.shape))
-
-
-def _add(tensors: Iterable[Any], delta: Any) -> None:
-    """Add [n] float32 or wider to tensors."""
-    tensors = list(tensors)
-    pieces = delta.split([tensor.numel() for tensor in tensors])
-    with torch.no_grad():
-        for tensor, piece in zip(tensors, pieces, strict=True):
-            # In half precision the sum is rounded once, not the difference as well.
-            tensor.copy_(tensor.to(piece.dtype) + piece.view(tensor.shape))
+                new = piece.view(tensor.shape)
+                # In half precision the sum is rounded once, not the difference as well.
+                tensor.copy_(tensor.to(piece.dtype) + new if add else new)
 
 
 def _wide(dtype: Any) -> Any:
@@ -80,10 +74,11 @@ def split(tensors: Iterable[Any], kind: str, most_bytes: int) -> list[Bucket]:
 
 
 class Gossip:
-    """The state of one GossipOptimizer: whose turn it is, and what is on its way.
+    """The state of one GossipOptimizer: the step it is at, and what is on its way.
 
     Attributes
     ----------
+    turns : how often messages were sent
     spread : the last measure of the distance of the ranks from their mean, over the norm of the
         weights, the same on all ranks; None: none yet
     sent_bytes, average_bytes, other_bytes : of this rank to its partners, for exact averages, and
@@ -116,7 +111,7 @@ class Gossip:
             peers.broadcast(f"{self._prefix}.start.{bucket.name}", values.view(torch.uint8), 0)
             bucket.put(values)
 
-    # A step.
+    # A step
 
     def step(self, inner: Callable[..., Any], closure: Any) -> Any:
         """One step of the optimizer and of gossip."""
@@ -149,7 +144,7 @@ class Gossip:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _finish_all(self, *, again: bool) -> None:
-        """Mix what has come, and start the next messages: each bucket as soon as it is ready."""
+        """Mix in what arrives; start the next messages, each bucket's as soon as it is mixed."""
         moving = self._moving
         self.steps += 1
         if again:
@@ -164,12 +159,13 @@ class Gossip:
                     self._begin(bucket)
 
     def _inner_step(self, inner: Callable[..., Any], closure: Any) -> Any:
-        """The optimizer's own step, unless a loss scaler found Inf: then others still gossip."""
+        """Step the optimizer, unless a loss scaler found Inf: the ranks still gossip."""
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is None:
             return inner(closure)
         if found_inf.item():
             return None
+        # As `_step_supports_amp_scaling` says, the scaler has left the gradients scaled.
         if (scale := self.optimizer.grad_scale) is not None:
             with torch.no_grad():
                 for parameter in self.parameters:
@@ -179,7 +175,7 @@ class Gossip:
         self.optimizer.grad_scale = self.optimizer.found_inf = None
         return inner(closure)
 
-    # Messages.
+    # Messages
 
     def _partner(self, step: int) -> Partner:
         return self.topology.partner(self.peers.rank, step)
@@ -222,7 +218,7 @@ class Gossip:
         like = bucket.tensors[0]
         wide = _wide(like.dtype)
         offset = arrived.to(like.device, wide) - sent.to(like.device, wide)
-        _add(bucket.tensors, partner.weight * self.settings.factor * offset)
+        bucket.put(partner.weight * self.settings.factor * offset, add=True)
 
     def _under_way(self) -> bool:
         return any(b.wait is not None or b.arrived is not None for b in self._moving)
@@ -254,7 +250,7 @@ class Gossip:
                 bucket.wait()
             bucket.wait = bucket.sent = bucket.arrived = None
 
-    # Staying together.
+    # Staying together
 
     def _sum(self, name: str, words: Any) -> Any:
         """The sum over the ranks of a few words."""
@@ -331,12 +327,15 @@ class Gossip:
     def consensus(self, also: Iterable[Any] = ()) -> None:
         """See GossipOptimizer."""
         self._agreed = True  # ranks have the same weights, afterwards
-        self._over_limit()  # a measure under way would be of what is no more
+        self._over_limit()  # a measure under way would be of weights that are no more
         self._drop()
         momenta = list(self._momenta())
-        have = torch.tensor([len(momenta), -len(momenta)], dtype=torch.float64)
-        agreed = self._sum("momenta", have.numpy())
-        if agreed[0] != self.peers.ranks * have[0]:
+        # By squares as well: a mean may be the number of one rank where they differ, and then that
+        # rank alone would wait for momenta.
+        total, squares = self._sum(
+            "momenta", np.array([len(momenta), len(momenta) ** 2], np.float64)
+        )
+        if self.peers.ranks * squares != total**2:
             momenta = []  # a rank has not stepped yet, or never used a parameter
         floats = [tensor for tensor in also if tensor.is_floating_point()]
         most = self._bucket_bytes
@@ -345,13 +344,13 @@ class Gossip:
             flat = bucket.flat()
             wide = flat.to(_wide(flat.dtype))
             self.average_bytes += wide.nbytes
-            total = self.peers.sum(f"{self._prefix}.mean.{bucket.name}", wide)()
-            bucket.put(total / self.peers.ranks)
+            summed = self.peers.sum(f"{self._prefix}.mean.{bucket.name}", wide)()
+            bucket.put(summed / self.peers.ranks)
             if bucket.copies is not None:
                 bucket.copies.restart(None)  # anew, from weights that all have
         self.averages += 1
 
-    # Checkpoints.
+    # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
         """What has to be known to go on bit by bit, beside weights and the optimizer's state."""
@@ -365,7 +364,11 @@ class Gossip:
             "steps": self.steps,
             "spread": self.spread,
             "arrived": arrived,
-            "copies": [_as_torch(b.copies.state_dict()) for b in self.buckets if b.copies],
+            "copies": [
+                map_tree(np.ndarray, torch.from_numpy, bucket.copies.state_dict())
+                for bucket in self.buckets
+                if bucket.copies
+            ],
         }
 
     def read(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -385,7 +388,7 @@ class Gossip:
             if spread is not None and not (isinstance(spread, float) and 0 <= spread < math.inf):
                 raise CompressError(f"a saved spread is {spread!r}; expected 0 or more, or None")
             copies = [
-                copies_of.read(_as_numpy(saved))
+                copies_of.read(map_tree(torch.Tensor, lambda tensor: tensor.cpu().numpy(), saved))
                 for copies_of, saved in zip(coded, state["copies"], strict=True)
             ]
             if not isinstance(arrived, bool) or (
@@ -417,17 +420,5 @@ class Gossip:
             copies.take(saved)
             if state["arrived"]:
                 bucket.sent = torch.from_numpy(copies.sent_to(partner.target))
+                # Copied, as the next message changes the copy in place.
                 bucket.arrived = torch.from_numpy(copies.heard(partner.source).copy())
-
-
-def _as_torch(state: Any) -> Any:
-    """Arrays as tensors, for torch.save and torch.load(weights_only=True)."""
-    if isinstance(state, dict):
-        return {key: _as_torch(value) for key, value in state.items()}
-    return torch.from_numpy(state) if hasattr(state, "dtype") else state
-
-
-def _as_numpy(state: Any) -> Any:
-    if isinstance(state, dict):
-        return {key: _as_numpy(value) for key, value in state.items()}
-    return state.cpu().numpy() if torch.is_tensor(state) else state

@@ -23,9 +23,9 @@ from ...engine import engine_state
 from ...engine.hierarchy import loadable, saved_place
 from ...errors import CompressError
 from ...ops.products import hardware_fingerprint
-from ...saved import held, reading
 from ...settings import Settings
-from ..outcomes import digest
+from ..layout import fingerprint_of, loaded_arrays
+from ..outcomes import digest, live_objects
 from .in_flight import complete
 from .memory import OptimizerState, memory_of
 
@@ -33,11 +33,12 @@ _DO = (
     "Give all ranks the same model, the same named_parameters in the same order, the same number "
     "of optimizers, and the same arguments."
 )
+# Arguments of hvd.DistributedOptimizer that change what is sent, or when.
 _OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "sparse_as_dense")
 
 
 def total(memory: OptimizerState, process_set: Any, name: str, words: Any) -> Any:
-    """The sum over the ranks, at once; counted as what is sent beside the gradients."""
+    """The sum over the ranks; blocks."""
     send = partial(hvd.allreduce_async, op=hvd.Sum, process_set=process_set)
     return _at_once(memory, name, torch.from_numpy(words.copy()), send).numpy()
 
@@ -45,7 +46,7 @@ def total(memory: OptimizerState, process_set: Any, name: str, words: Any) -> An
 def _at_once(
     memory: OptimizerState, name: str, wire: torch.Tensor, send: Callable[..., int]
 ) -> Any:
-    """What comes of a collective that is waited for; counted beside the gradients."""
+    """Run a collective, wait for its result, and count it as overhead."""
     memory.engine.traffic.overhead(wire.nbytes)
     handle = send(wire, name=name)
     return result_of(hvd, handle, limit_s=memory.settings.wait_s, what=name)
@@ -74,8 +75,8 @@ def agree_on_optimizers(
 def agree_on_number(memory: OptimizerState, process_set: Any) -> int:
     """Return a number that names of collectives have not had on any rank.
 
-    What an optimizer that is gone left behind on one rank waits in Horovod for one that never sends
-    it. Under the names of a new optimizer it would be taken for that one's.
+    A collective that a deleted optimizer began on one rank alone still waits in Horovod. A new
+    optimizer of the same parameter names would complete it.
     """
     send = partial(hvd.allreduce_async, op=hvd.Max, process_set=process_set)
     return int(
@@ -86,7 +87,7 @@ def agree_on_number(memory: OptimizerState, process_set: Any) -> int:
 def agree_on_fresh(memory: OptimizerState, process_set: Any, *, fresh: bool) -> None:
     """Raise CompressError, on all ranks, unless all, or none, have gradients to send.
 
-    Asked where an optimizer synchronizes again before it has made a step.
+    Asked when an optimizer synchronizes again before its step.
     """
     fingerprint = [("a backward pass since", str(fresh))]
     assert memory.buckets is not None  # laid out when the first gradient came
@@ -102,10 +103,10 @@ def agree_on_fresh(memory: OptimizerState, process_set: Any, *, fresh: bool) -> 
 def end_broken_rounds(memory: OptimizerState, process_set: Any) -> None:
     """End collectives that some ranks started before a step broke off and others never sent.
 
-    In Horovod's table they would do no harm, as later names differ, until a rank calls hvd.join():
-    collectives that wait for that rank alone are then executed, and a rank that does not know them
-    crashes. So ranks exchange the names they sent, and each sends a word for those it did not. Its
-    shape differs, so Horovod reports an error to all and stops waiting.
+    In Horovod's table they do no harm, as later names differ, until a rank calls hvd.join(): then
+    collectives that wait for that rank alone are executed, and a rank that does not know them
+    crashes. So ranks exchange the names they have sent, and each sends a word for those it has not.
+    Its shape differs, so Horovod reports an error to all and stops waiting.
     """
     words = "\n".join(f"{kind} {name}" for kind, name in sorted(memory.sent)) + "\n"
     wire = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
@@ -130,12 +131,12 @@ def _word(kind: str, name: str, process_set: Any) -> Any:
 
 
 def agree_on_calls(memory: OptimizerState, process_set: Any) -> None:
-    """The same for plain hvd.allreduce, at the first call of these settings."""
+    """CompressError, on all ranks, unless the settings of plain hvd.allreduce are the same."""
     _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_fingerprint_of(memory.settings)])
 
 
 def alike_in_hardware(memory: OptimizerState, process_set: Any, device: torch.device) -> bool:
-    """Whether all ranks compute products with the same bits; asked where sums carry factors."""
+    """Whether all ranks compute products with the same bits, as sums of factors need."""
     like = torch.zeros(1, dtype=torch.float32, device=device)
     mine = digest_words(hardware_fingerprint(numpy_view(like)))
     return all_equal(total(memory, process_set, "sn.hardware", mine))
@@ -149,13 +150,11 @@ def _agree(memory: OptimizerState, process_set: Any, fingerprint: Fingerprint) -
 
 
 def _optimizers(process_set: Any) -> list[Any]:
-    # By its type: to ask some objects for their class makes them import things.
-    optimizers = [obj for obj in gc.get_objects() if issubclass(type(obj), torch.optim.Optimizer)]
     return [
         one
-        for one in optimizers
+        for one in live_objects(torch.optim.Optimizer)
         if isinstance(getattr(getattr(one, "_compression", None), "settings", None), Settings)
-        # That of Adasum has none, and is refused at its own first gradient.
+        # Adasum's optimizer has none, and is refused at its own first gradient.
         and hasattr(one, "process_set")
         and one.process_set.process_set_id == process_set.process_set_id
     ]
@@ -175,19 +174,16 @@ def _fingerprint_of_one(optimizer: Any) -> list[tuple[str, str]]:
     names, groups = optimizer._parameter_names, optimizer._groups
     if isinstance(groups, list):
         groups = [[names.get(parameter) for parameter in group] for group in groups]
-    reduced = [
-        parameter
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if parameter in optimizer._requires_update
-    ]
-    tensors = (
-        (f"tensor {place}", f"{names[p]!r} {tuple(p.shape)} {p.dtype}")
-        for place, p in enumerate(reduced)
-    )
+    tensors = fingerprint_of((p, names[p]) for p in reduced_parameters(optimizer))
     options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
     settings = _fingerprint_of(optimizer._compression.settings)
     return [*settings, *options, ("groups", str(groups)), *tensors]
+
+
+def reduced_parameters(optimizer: Any) -> list[torch.Tensor]:
+    """The parameters that Horovod reduces, in the optimizer's order, which all ranks share."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return [parameter for parameter in parameters if parameter in optimizer._requires_update]
 
 
 def _fingerprint_of(settings: Settings) -> list[tuple[str, str]]:
@@ -196,9 +192,9 @@ def _fingerprint_of(settings: Settings) -> list[tuple[str, str]]:
 
 @dataclass
 class CheckedHandle:
-    """The first gradient of a step in which parameters are compared, and their digests' sum.
+    """The handle of the first gradient of a step that compares parameters, with the digests' sum.
 
-    The sum travels beside the gradients; who comes here has begun all of them.
+    The sum travels with the gradients: who waits for this one has begun all of them.
     """
 
     memory: OptimizerState
@@ -206,16 +202,17 @@ class CheckedHandle:
     fingerprint: Fingerprint
     step: int
     handle: int
-    inner: Any  # what is to be done with the gradient, or None
+    inner: Any  # the gradient's own handle, or None
 
     @classmethod
     def begin(cls, memory: OptimizerState, optimizer: Any, inner: Any) -> CheckedHandle:
-        """Send the digest of the parameters that the step begins with."""
+        """Start the sum of the digests of the parameters that the step begins with."""
         fingerprint = [
             (name, digest(parameter))
             for parameter, name in optimizer._parameter_names.items()
             if parameter in optimizer._requires_update
         ]
+        # By a parameter's name, as several optimizers may compare in one step.
         name = memory.wire_name("sn.same." + fingerprint[0][0])
         fingerprint = [*memory.engine.counted(), *fingerprint]
         words = digest_words(fingerprint)
@@ -243,7 +240,7 @@ class CheckedHandle:
 
 def _idle_state(optimizer: Any) -> OptimizerState:
     memory = memory_of(optimizer)
-    memory.side.join()
+    memory.side.join()  # residuals are computed on the side stream, and read on this one
     return memory
 
 
@@ -251,7 +248,7 @@ def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
     """See Compression.residuals."""
     memory = _idle_state(optimizer)
     engine = memory.engine
-    # By nodes of the node's mean: as the gradient of one of its ranks it is that many times more.
+    # By nodes a residual is one of the node's mean, 1 / ranks of it as one of a rank's gradient.
     by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
     times = len(by_nodes["nodes"][0]) if by_nodes else 1
     return {
@@ -262,7 +259,7 @@ def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def restart(optimizer: Any, residuals: Any) -> NoReturn:
-    """Always CompressError: in torch, the optimizer is wrapped anew."""
+    """Always CompressError: in torch the optimizer is wrapped again instead."""
     raise CompressError(
         f"got a {type(optimizer).__name__} and {len(residuals)} residuals; expected an optimizer "
         "of Keras. In torch, wrap the optimizer again, and start with the residuals as gradients."
@@ -270,9 +267,9 @@ def restart(optimizer: Any, residuals: Any) -> NoReturn:
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
-    """As torch tensors, so that torch.save and torch.load(weights_only=True) take it."""
+    """See Compression.state_dict; of torch tensors, for torch.load(weights_only=True)."""
     memory, place = _idle_state(optimizer), _place(optimizer)
-    memory.outcomes.look()
+    memory.outcomes.look()  # what was left out of a dropped gradient is not saved
     engine = memory.engine
     state = engine_state.state_dict(engine, **place)
     state["hierarchy"] = saved_place(memory.nodes, memory.loaded, place["ranks"])
@@ -280,12 +277,11 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
-    """Take over what state_dict returned, on whichever rank, or the list of all ranks' states."""
-    with reading("the saved state"):
-        held(state)
-        arrays = registry.map_tree(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
+    """Take over what state_dict returned on any rank, or the list of all ranks' states."""
+    arrays = loaded_arrays(state)
     place, memory = _place(optimizer), _idle_state(optimizer)
     one = isinstance(arrays, dict)
+    # A single state is taken for this rank's, whichever rank has saved it.
     fits = arrays | place if one else loadable(arrays, place["ranks"])
     engine_state.load_state_dict(
         memory.engine, fits, ranks=place["ranks"], rank=place["rank"],
@@ -304,10 +300,10 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     """See Compression.synchronize."""
     memory, sets = _idle_state(optimizer), optimizer.process_set
     memory.reset()
-    everyone = sets.process_set_id == 0
+    everyone = sets.process_set_id == 0  # only all ranks together go by nodes
 
     def mean_over(name: str, n: int, residual: Any) -> Any:
-        # The last one counts the ranks that have a memory.
+        # The last element counts the ranks that have a residual.
         wire = torch.zeros(n + 1, dtype=torch.float32)
         if residual is not None:
             wire[:n], wire[n] = torch.from_numpy(residual), 1

@@ -1,23 +1,21 @@
-"""Who called `compress`: the parameter's name, the optimizer, the operation.
+"""Who called `compress` (the parameter, the optimizer, the operation), and what Horovod waits for.
 
 Horovod passes only the tensor. Keying by the order of calls would break as soon as two ranks
 compute gradients in different orders, and keying by address as soon as gradients are freed, so
 the answer is read from the local variables of Horovod's own calling function. They are those of
-release 0.28.1, which `scripts/build_horovod.py` builds; anything else is an error.
+release 0.28.1, which `scripts/build_horovod.py` builds; anything else is an error (decision 9).
 
-How Horovod's optimizer submits a gradient once it has had a step of ours: without a stand-in.
-
-Stock Horovod wants a handle of a collective for each parameter, so in the first step a zero stands
-in for a gradient that travels in a bucket. A handle may also be a function, as that of a sparse
-gradient is. So from the second step on nothing travels but the bucket, and what is waited for is
-waited for asleep: hvd.synchronize asks again and again, and holds up the ranks it waits for where
-they share its cores.
+Stock Horovod wants a handle of a collective for each parameter, so in the first step a zero, a
+placeholder, travels for each gradient that is in a bucket. A handle may also be a function, as that
+of a sparse gradient is. So from the second step on `GradientHook` takes the place of the method
+that submits gradients: nothing travels but the bucket, and waits are asleep. hvd.synchronize polls,
+and slows down the ranks it waits for where they share its cores.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -29,15 +27,16 @@ import torch
 from ...consistency import result_of
 from ...errors import CompressError
 
-_DEEPEST = 6  # frames between Horovod's function and compress: subclasses, comprehensions
+_DEEPEST = 6  # frames between Horovod's function and `compress`: subclasses, comprehensions
 
 
 @dataclass(frozen=True)
 class Caller:
-    """`name` is None for an unnamed hvd.allreduce; `optimizer` for any hvd.allreduce.
+    """What Horovod's function says of a gradient.
 
-    `opens` says that nothing of the same step, or call, is on its way. `parameter` is that of an
-    optimizer whose gradient it is.
+    name : None for an unnamed hvd.allreduce
+    optimizer, parameter : None for any hvd.allreduce
+    opens : nothing of the same step, or call, is on its way
     """
 
     name: str | None
@@ -50,30 +49,28 @@ class Caller:
     parameter: Any = None
 
 
-@dataclass(frozen=True)
-class DeferredCheck:
-    """What Horovod keeps as the handle of a gradient of ours, and calls for what came of it."""
-
-    result: Callable[[], Any]
-
-    def __call__(self) -> Any:
-        return self.result()
+class CallableHandle(partial[Any]):
+    """What Horovod keeps as the handle of a gradient of ours, and calls for its result."""
 
 
 def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
     """Read the caller from the frames above `compress`; CompressError if it is not Horovod."""
-    for _ in range(_DEEPEST):
-        if frame is None:
-            break
-        module = frame.f_globals.get("__name__", "")
-        reader = _READERS.get((module, frame.f_code.co_name))
-        if reader:
-            return reader(frame.f_locals, tensor)
-        frame = frame.f_back
+    for function, local in _callers(frame):
+        if reader := _READERS.get(function):
+            return reader(local, tensor)
     raise CompressError(
         "compress of a compression was not called by Horovod 0.28.1; expected it as compression= "
         "of hvd.DistributedOptimizer or hvd.allreduce. To encode a vector use FFTCodec."
     )
+
+
+def _callers(frame: FrameType | None) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
+    """Module and name of each function above `compress`, and its local variables."""
+    for _ in range(_DEEPEST):
+        if frame is None:
+            return
+        yield (frame.f_globals.get("__name__", ""), frame.f_code.co_name), frame.f_locals
+        frame = frame.f_back
 
 
 def _gradient(local: dict[str, Any], tensor: Any) -> Caller:
@@ -86,10 +83,7 @@ def _grouped_gradient(local: dict[str, Any], tensor: Any) -> Caller:
 
 
 def caller_of(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
-    """An optimizer that asks about the gradient of a parameter.
-
-    first : whether it is the first that it asks about in this call
-    """
+    """The caller for a gradient of an optimizer; first : of those that this call is about."""
     name = optimizer._parameter_names.get(parameter)
     if hasattr(optimizer, "_starting_models"):  # only the Adasum optimizer has it
         raise CompressError(
@@ -98,12 +92,10 @@ def caller_of(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
         )
     # Where gradients accumulate, those of earlier passes have None for a handle; a function that is
     # not ours is that of a sparse one, about which `compress` is never asked.
-    handles = (handle for handle, _ in optimizer._handles.values())
-    waits = (
-        handle is not None and (isinstance(handle, DeferredCheck) or not callable(handle))
-        for handle in handles
+    opens = first and not any(
+        handle is not None and (isinstance(handle, CallableHandle) or not callable(handle))
+        for handle, _ in optimizer._handles.values()
     )
-    opens = first and not any(waits)
     return Caller(
         name, optimizer, optimizer.op, optimizer.process_set, opens=opens, parameter=parameter
     )
@@ -124,14 +116,10 @@ def _of_call(local: dict[str, Any], name: str | None, *, first: bool = True) -> 
 
 
 def sparse_gradient(frame: FrameType | None) -> tuple[Any, Any]:
-    """The optimizer and the parameter whose sparse gradients Horovod has gathered."""
-    for _ in range(_DEEPEST):
-        if frame is None:
-            break
-        module = frame.f_globals.get("__name__", "")
-        if (module, frame.f_code.co_name) == ("horovod.torch.optimizer", "synchronize"):
-            return frame.f_locals["self"], frame.f_locals["p"]
-        frame = frame.f_back
+    """The optimizer and the parameter whose sparse gradient Horovod has gathered."""
+    for function, local in _callers(frame):
+        if function == ("horovod.torch.optimizer", "synchronize"):
+            return local["self"], local["p"]
     raise CompressError(
         "a sparse tensor was not handed to decompress of a compression by Horovod 0.28.1; expected "
         "it as compression= of hvd.DistributedOptimizer"
@@ -202,15 +190,15 @@ class GradientHook:
                 return type(optimizer)._allreduce_grad_async(optimizer, parameter)  # type: ignore[no-any-return]
             gradient = gradient.to_dense()
         if again:
-            return DeferredCheck(lambda: gradient), None
+            return CallableHandle(lambda: gradient), None
         wire, ctx = self._send(gradient, caller)
         if wire is None and not self._uses_placeholders():
-            return DeferredCheck(partial(ctx.finish, gradient)), None
+            return CallableHandle(ctx.finish, gradient), None
         if wire is None:
             wire = placeholder(gradient)
         what, limit_s = str(caller.name), self._limit_s
         handle = send_plain(caller, wire, what)
-        return DeferredCheck(partial(result_of, hvd, handle, limit_s=limit_s, what=what)), ctx
+        return CallableHandle(result_of, hvd, handle, limit_s=limit_s, what=what), ctx
 
 
 def send_plain(caller: Caller, wire: torch.Tensor, name: str) -> int:
@@ -229,11 +217,11 @@ def send_plain(caller: Caller, wire: torch.Tensor, name: str) -> int:
 
 def placeholder(gradient: torch.Tensor) -> torch.Tensor:
     """The zero that Horovod reduces in the place of a gradient that travels in a bucket."""
-    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
+    # Of that dtype: grouped all-reduces want one, and it may be grouped with plain tensors.
     return torch.zeros(1, dtype=wire_type(gradient), device=gradient.device)
 
 
 def wire_type(gradient: torch.Tensor) -> torch.dtype:
-    """What a gradient travels as that goes through Horovod's own all-reduce."""
-    # It reduces no bfloat16; what half precision takes of a dense step is sent later.
+    """The dtype of a gradient in Horovod's own all-reduce, which takes no bfloat16."""
+    # float16 stays: what rounding takes of a dense step is remembered, and sent later.
     return torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype

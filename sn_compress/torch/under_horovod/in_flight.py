@@ -1,4 +1,4 @@
-"""A gradient on its way in Horovod's torch: `finish` makes of it what p.grad becomes."""
+"""Gradients on their way in Horovod's torch: a handle's `finish` returns what p.grad becomes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ...collective import Collective, Gradient
 from ...consistency import result_of
 from ...engine import all_to_all
 from ...engine.all_to_all import AllToAll
-from ...engine.hierarchy import Place
 from ...errors import CompressError
 from .memory import OptimizerState, SideStream
 
@@ -51,16 +50,16 @@ class RoundsHandle:
     gradient: Gradient  # whose values become the mean
     tensor: torch.Tensor  # of which they are, or are a copy
     factor: float
-    complete: Callable[[], object]  # of all that is on its way
+    complete: Callable[[], object]  # all exchanges of the step
     result: torch.Tensor | None = None
 
     def finish(self, token: torch.Tensor) -> torch.Tensor:
-        self.complete()  # also where all has arrived already: the step has come to its end
+        self.complete()  # even if the mean is here: only this ends the step
         assert self.result is not None
         return self.result.mul_(self.factor) if self.factor != 1.0 else self.result
 
     def end(self) -> None:
-        """The mean has come."""
+        """Take the mean, which has arrived, from the gradient's values."""
         mean = self.gradient.values.view(self.tensor.shape)
         in_place = mean.data_ptr() == self.tensor.data_ptr()
         self.result = self.tensor if in_place else torch.empty_like(self.tensor).copy_(mean)
@@ -70,8 +69,8 @@ class RoundsHandle:
 class FusedHandle:
     """A small gradient on its way uncompressed, in one vector with the others of its bucket."""
 
-    tensor: torch.Tensor  # which becomes the mean
-    kind: torch.dtype  # that it travels in
+    tensor: torch.Tensor  # becomes the mean
+    kind: torch.dtype  # in which it travels
     send: Callable[[torch.Tensor, str], int]  # as Horovod's optimizer would send it by itself
     complete: Callable[[], object]
 
@@ -82,7 +81,7 @@ class FusedHandle:
 
 @dataclass(frozen=True)
 class Plain:
-    """A Collective of the rim's own: a vector of gradients that travel uncompressed, [n]."""
+    """A collective that the engine knows nothing of: uncompressed gradients as one vector, [n]."""
 
     words: torch.Tensor
     send: Callable[[torch.Tensor, str], int]
@@ -95,11 +94,11 @@ Rounds = Generator[Sequence[Carried], list[Any], None]
 
 @dataclass(frozen=True)
 class Reducer:
-    """Horovod's collectives on the ranks of a process set, where the words are.
+    """The Wire of a process set of Horovod, on the device where the words are.
 
     named : False leaves the names to Horovod
-    sent : is told the kind and the name of what is sent
-    waiting : around what waits for the others
+    sent : collects kind and name of each collective
+    waiting : entered while this waits for other ranks
     """
 
     process_set: Any
@@ -138,7 +137,7 @@ class Reducer:
         )
 
     def arrived(self, handles: list[tuple[str, int, bool]]) -> bool:
-        """Never of no handles: what is done then is for the end of the step."""
+        """Never of no handles: rounds that ask for nothing go on at the end of the step."""
         return bool(handles) and all(hvd.poll(handle) for _, handle, _ in handles)
 
     def wait(self, handles: list[tuple[str, int, bool]]) -> list[Any]:
@@ -151,7 +150,7 @@ class Reducer:
         except hvd.mpi_ops.HorovodInternalError as error:
             error.add_note(f"while waiting for {name}; a rank has exited")
             raise
-        # An all-to-all also says how much came of each rank.
+        # An all-to-all also returns how much came of each rank.
         if by_rank:
             return list(result[0].split(result[1].tolist()))
         return result[0] if isinstance(result, tuple) else result
@@ -160,61 +159,52 @@ class Reducer:
 def rounds(
     memory: OptimizerState, members: Sequence[RoundsHandle | FusedHandle], process_set: Any
 ) -> Rounds:
-    """The rounds of gradients that travel together; plain ones go with the first round."""
-    if memory.nodes is not None:
-        yield from _by_nodes(memory, members, memory.nodes)
-        return
+    """The rounds of a bucket: by nodes, or of compressed gradients and plain ones together."""
     coded = [member for member in members if isinstance(member, RoundsHandle)]
+    gradients = [member.gradient for member in coded]
+    if memory.nodes is not None:  # compressed or not: each has its owner in a node
+        yield from all_to_all.rounds(memory.engine, memory.nodes, gradients, memory.begins)
+        for handle in coded:
+            handle.end()
+        return
     small: dict[torch.dtype, list[FusedHandle]] = {}
     for member in members:
         if isinstance(member, FusedHandle):
             small.setdefault(member.kind, []).append(member)
-    coded_rounds = _coded(memory, coded, process_set) if coded else None
-    requests = [] if coded_rounds is None else next(coded_rounds)
-    plain = [Plain(_joined(fused, kind), fused[0].send) for kind, fused in small.items()]
+    # Plain gradients go with the first round, which may have nothing else in it.
+    coded_rounds: Rounds | None = None
+    requests: Sequence[Carried] = ()
+    if coded:
+        memory.begins(str(gradient.name) for gradient in gradients)
+        coded_rounds = memory.engine.rounds(
+            gradients, ranks=process_set.size(), rank=process_set.rank()
+        )
+        requests = next(coded_rounds)
+    plain = [
+        Plain(torch.cat([one.tensor.reshape(-1).to(kind) for one in fused]), fused[0].send)
+        for kind, fused in small.items()
+    ]
     results = yield [*requests, *plain]
     means, results = results[len(requests) :], results[: len(requests)]
     if coded_rounds is not None:
         with suppress(StopIteration):
             while True:
                 results = yield coded_rounds.send(results)
+    for handle in coded:
+        handle.end()
     for fused, mean in zip(small.values(), means, strict=True):
         pieces = mean.split([member.tensor.numel() for member in fused])
         for member, piece in zip(fused, pieces, strict=True):
             member.tensor.copy_(piece.view(member.tensor.shape))
 
 
-def _by_nodes(
-    memory: OptimizerState, members: Sequence[RoundsHandle | FusedHandle], nodes: Place
-) -> Rounds:
-    """Those of all gradients of a bucket, compressed or not: each has its owner in a node."""
-    handles = [member for member in members if isinstance(member, RoundsHandle)]
-    gradients = [member.gradient for member in handles]
-    yield from all_to_all.rounds(memory.engine, nodes, gradients, memory.begins)
-    for member in handles:
-        member.end()
-
-
-def _joined(members: Sequence[FusedHandle], kind: torch.dtype) -> torch.Tensor:
-    return torch.cat([member.tensor.reshape(-1).to(kind) for member in members])
-
-
-def _coded(memory: OptimizerState, members: Sequence[RoundsHandle], process_set: Any) -> Rounds:
-    """Those of gradients that are compressed."""
-    gradients = [member.gradient for member in members]
-    memory.begins(str(gradient.name) for gradient in gradients)
-    yield from memory.engine.rounds(gradients, ranks=process_set.size(), rank=process_set.rank())
-    for member in members:
-        member.end()
-
-
 def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> None:
-    """Begin to count the ranks that are in this step; none is asked where nothing is gathered.
+    """Begin to count the ranks in this step, if it has gathers.
 
-    A gather cannot do without a rank that has called hvd.join(): Horovod's background loop ends
-    with an exception on all ranks. A sum can, and shows that one is missing.
+    A gather without a rank that has called hvd.join() ends Horovod's background loop with an
+    exception on all ranks. A sum bears it, and shows that one is missing.
 
-    key : what names the tensors of this step, or None
+    key : names the tensors of this step, or None
     """
     gathers = memory.settings.exchange != "shared" or memory.nodes is not None
     if not gathers or process_set.size() == 1 or memory.counts_ranks:
@@ -237,7 +227,9 @@ def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> No
     present = int(result_of(hvd, handle, limit_s=memory.settings.wait_s, what=what))
     if present < process_set.size():
         if memory.buckets is not None:
-            memory.buckets.begin()  # no step that broke off: the rank that joined knows of none
+            # No step broke off, or ranks would end broken rounds, of which the joined one knows
+            # nothing.
+            memory.buckets.begin()
         why = f"{memory.settings.compression} gathers what each rank has"
         instead = "LowRankCompression or AutoCompression"
         if memory.nodes is not None:
@@ -265,7 +257,7 @@ def begin(memory: OptimizerState, number: int, process_set: Any) -> None:
 
 
 def complete(memory: OptimizerState, process_set: Any) -> None:
-    """Take a step to its end: what was held back by tensors that nobody was asked about, too."""
+    """Complete a step, with buckets some of whose gradients never came."""
     if memory.buckets is not None:
         for number in memory.buckets.incomplete():
             begin(memory, number, process_set)

@@ -1,15 +1,10 @@
 """What belongs to one optimizer on one rank: the engine, and what of a step is on its way.
 
-A stream of its own for the codec, beside the one of the backward pass; nothing on the host.
-
-Exchanges in mid-way: every round of all of them is begun before one is waited for.
-
-Ranks finish their tensors in different orders. One that waited for the second round of one
-exchange, and had not begun that of another for which a second rank waits, would wait for ever. So
-what is waited for is always the first round that is open, of the first exchange in it: whoever
-waits has begun all that another rank can wait for before.
-
-What has arrived is looked at whenever something else is begun, and never waited for.
+Ranks complete their buckets in different orders. A rank that waited for the second round of one
+exchange before it has begun that of another, for which a second rank waits, would wait for ever.
+So `Pending` always waits for the earliest open round, of the first exchange by key: whoever waits
+has begun all that another rank can wait for before. What has arrived is taken in whenever something
+else is begun.
 """
 
 from __future__ import annotations
@@ -33,23 +28,24 @@ from .hooks import GradientHook
 
 
 class SideStream:
-    """One for each CUDA device of which gradients come."""
+    """A CUDA stream for the codec beside that of the backward pass, one for each device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """What is done on the side from now on comes behind what made this tensor."""
+        """Have the side stream wait for what has computed this tensor."""
         if tensor.is_cuda:
             device = tensor.device
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
-            tensor.record_stream(self._streams[device])  # where a step fails, nobody holds it
+            # Where a step fails nobody holds the tensor, and its memory would be used again.
+            tensor.record_stream(self._streams[device])
 
     @contextmanager
     def on(self, device: torch.device) -> Iterator[None]:
-        """Work on the side."""
+        """Compute on the side stream."""
         if device not in self._streams:
             yield
             return
@@ -57,12 +53,12 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """What is done on the current streams from now on comes behind what is on the side."""
+        """Have the current streams wait for the side streams."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
 
-Opened = Generator[Any, Any, Any]  # yields what is to be exchanged, is sent what came of it
+Opened = Generator[Any, Any, Any]  # yields what is to be exchanged, is sent the results
 
 
 class Wire(Protocol):
@@ -72,52 +68,52 @@ class Wire(Protocol):
         """Return the context in which the rounds compute."""
 
     def start(self, name: str, words: Any) -> Any:
-        """Send off what rounds have yielded; the handle of what comes of it."""
+        """Send what rounds have yielded; return the handle of its result."""
 
     def arrived(self, handle: Any) -> bool:
         """Whether `wait` would return at once."""
 
     def wait(self, handle: Any) -> Any:
-        """What came of it."""
+        """Wait for the result, once."""
 
 
 @dataclass
-class _Underway:
+class _Exchange:
     rounds: Opened
     wire: Wire
     handle: Any = None
     round: int = 0
     ended: bool = False
     result: Any = None
-    error: BaseException | None = None  # found while something else was begun
+    error: BaseException | None = None  # raised by `poll`
 
 
 @dataclass
 class Pending:
     """The exchanges of one optimizer that are on their way, by key: alike on all ranks."""
 
-    _underway: dict[str, _Underway] = field(default_factory=dict)
+    _exchanges: dict[str, _Exchange] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was begun since all came to its end."""
-        return not self._underway
+        """Whether nothing was begun since all exchanges were completed or dropped."""
+        return not self._exchanges
 
     def begin(self, key: str, rounds: Opened, wire: Wire) -> None:
         """Start the first round."""
         with wire.computing():
-            under_way = _Underway(rounds, wire)
-            under_way.handle = wire.start(f"sn0.{key}", next(rounds))
-        self._underway[key] = under_way
+            exchange = _Exchange(rounds, wire)
+            exchange.handle = wire.start(f"sn0.{key}", next(rounds))
+        self._exchanges[key] = exchange
 
     def poll(self) -> None:
-        """Take exchanges on whose round has arrived; what fails is raised by `complete`."""
-        for key, under_way in self._underway.items():
-            if under_way.handle is not None and under_way.wire.arrived(under_way.handle):
+        """Advance exchanges whose round has arrived; what fails is raised by `complete`."""
+        for key, exchange in self._exchanges.items():
+            if exchange.handle is not None and exchange.wire.arrived(exchange.handle):
                 try:
                     self._advance(key)
                 except Exception as error:  # noqa: BLE001, raised where all ranks come to it
-                    under_way.error = error
+                    exchange.error = error
 
     def complete(self) -> dict[str, Any]:
         """Complete all exchanges; return what their rounds have returned, by key.
@@ -125,17 +121,19 @@ class Pending:
         If that fails, the step has failed, and all exchanges are dropped.
         """
         try:
-            while open_ := [(u.round, key) for key, u in self._underway.items() if not u.ended]:
+            while open_ := [
+                (one.round, key) for key, one in self._exchanges.items() if not one.ended
+            ]:
                 self._advance(min(open_)[1])
         except BaseException:
             self.drop()
             raise
-        ended, self._underway = self._underway, {}
+        ended, self._exchanges = self._exchanges, {}
         return {key: exchange.result for key, exchange in ended.items()}
 
     def drop(self) -> None:
         """Drop all exchanges, after a step that failed, without waiting for other ranks."""
-        dropped, self._underway = self._underway, {}
+        dropped, self._exchanges = self._exchanges, {}
         for exchange in dropped.values():
             # Waited for, or the framework would keep the sum forever.
             with suppress(Exception):
@@ -143,18 +141,18 @@ class Pending:
                     exchange.wire.wait(exchange.handle)
 
     def _advance(self, key: str) -> None:
-        under_way = self._underway[key]
-        if under_way.error is not None:
-            raise under_way.error
-        handle, under_way.handle = under_way.handle, None  # good for one wait
-        summed = under_way.wire.wait(handle)
+        exchange = self._exchanges[key]
+        if exchange.error is not None:
+            raise exchange.error
+        handle, exchange.handle = exchange.handle, None  # Horovod forgets a handle once waited for
+        summed = exchange.wire.wait(handle)
         try:
-            with under_way.wire.computing():
-                words = under_way.rounds.send(summed)
-                under_way.handle = under_way.wire.start(f"sn{under_way.round + 1}.{key}", words)
-            under_way.round += 1
+            with exchange.wire.computing():
+                words = exchange.rounds.send(summed)
+                exchange.handle = exchange.wire.start(f"sn{exchange.round + 1}.{key}", words)
+            exchange.round += 1
         except StopIteration as end:
-            under_way.ended, under_way.result = True, end.value
+            exchange.ended, exchange.result = True, end.value
 
 
 # Optimizers are held weakly: a dropped optimizer takes its memory along.
@@ -164,10 +162,10 @@ _of_optimizer: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyD
 class OptimizerState:
     """An engine, and how far its step has come.
 
-    alone : of calls without an optimizer, each of which is a step of its own
+    of_call : for calls without an optimizer, each of which is a step of its own
     """
 
-    unused_number: ClassVar[int] = 0  # that no names of collectives have had on this rank
+    unused_number: ClassVar[int] = 0  # the least that no collective's name has had on this rank
 
     def __init__(self, settings: Settings, *, of_call: bool = False) -> None:
         self.settings = settings
@@ -185,27 +183,27 @@ class OptimizerState:
         self.side = SideStream()
         self.buckets: Buckets | None = None
         self.submission: GradientHook | None = None
-        self._coded: set[str] = set()  # of which the engine has begun this step, until its end
-        self._dense: set[str] = set()  # likewise, where it is dense
-        self._number = 0  # of its names, on all ranks alike
-        self._broken = 0  # steps that broke off since it has that, on all ranks alike
-        # Kinds and names of collectives since the last step that came to its end.
+        self._coded: set[str] = set()  # tensors that are coded in the step under way
+        self._dense: set[str] = set()  # likewise, those that travel dense
+        self._number = 0  # in names of its collectives, equal on all ranks
+        self._broken = 0  # steps that broke off since it was set, on all ranks alike
+        # Kinds and names of collectives since the last step that was completed.
         self.sent: set[tuple[str, str]] = set()
-        # On all ranks alike: some of these may wait for a rank that never sends them.
+        # Equal on all ranks: some of these collectives may wait for a rank that never sends them.
         self.has_broken_rounds = False
-        self.counts_ranks = False  # in this step, or call
-        self.ranks_sum: int | None = None  # the handle of their number, until it was read
-        self.repeats = False  # Horovod asks again about what it has averaged
-        # Gradients that were sent: Horovod writes the mean into the same tensor.
+        self.counts_ranks = False  # has begun to, in this step or call
+        self.ranks_sum: int | None = None  # handle of the number of ranks, until it is read
+        self.repeats = False  # Horovod asks again about gradients that it has averaged
+        # Gradients that were sent, by id: Horovod writes the mean into the same tensor.
         self._sent_from: weakref.WeakValueDictionary[int, torch.Tensor]
         self._sent_from = weakref.WeakValueDictionary()
-        self._steps = 0  # begun in a row, since ranks came
+        self._steps = 0  # begun since the ranks agreed
         self.nodes: Place | None = None  # where gradients are summed by nodes first
         # States, until it is known which nodes there are; None: all ranks have the same of all.
         self.loaded: list[dict[str, Any]] | None = []
 
     def begin_step(self) -> None:
-        """Begin a step: its first gradient is about to be sent."""
+        """Called before the first gradient of a step is sent."""
         self.give_up()
         self._steps += 1
         self.engine.new_step()
@@ -215,13 +213,15 @@ class OptimizerState:
         self._sent_from[id(gradient)] = gradient
 
     def has_sent(self, gradient: torch.Tensor | None) -> bool:
-        """Whether a tensor was sent; not one of zeros, or by hand, that came in its place."""
+        """Whether this very tensor was sent, and not another one that has taken its place."""
         if gradient is None:
             return False
         return gradient.is_sparse or self._sent_from.get(id(gradient)) is gradient
 
     def uses_placeholders(self) -> bool:
         """Whether Horovod gets placeholders for gradients in buckets: the same on all ranks."""
+        # The first gradient comes by `compress`, before there is a GradientHook, and needs one.
+        # Which gradient it is differs between ranks, so in that step all have one.
         return self._steps <= 1
 
     def give_up(self) -> None:
@@ -244,7 +244,7 @@ class OptimizerState:
             self.buckets.begin()
 
     def set_number(self, number: int) -> None:
-        """Set the number of this rank's names, on which ranks agreed as new to all of them."""
+        """Set the number in names of collectives, on which ranks agreed as new to all of them."""
         self._number, self._broken = number, 0
         OptimizerState.unused_number = max(OptimizerState.unused_number, number + 1)
 
@@ -254,24 +254,24 @@ class OptimizerState:
         self.has_broken_rounds = False
 
     def wire_name(self, key: str) -> str:
-        """Return a name for collectives under which nothing of a broken step is still waiting.
+        """Return a name for collectives under which Horovod waits for nothing.
 
-        Nor of a deleted optimizer: what one rank had sent, and no other, waits forever.
+        What one rank has sent, and no other, of a broken step or a deleted optimizer, stays there.
         """
         return f"{key}.{self._number}.{self._broken}" if self._number or self._broken else key
 
     def begins(self, names: Iterable[str], *, dense: bool = False) -> None:
-        """The engine begins a step of these tensors."""
+        """Note that the engine has begun a step of these tensors."""
         (self._dense if dense else self._coded).update(names)
 
     def mark_all_sent(self) -> None:
-        """Note that all gradients were sent, as the framework asks for the step's first mean."""
+        """Note that all gradients were sent; called when Horovod asks for a step's first mean."""
         self._dense.clear()
 
     def complete(self) -> None:
-        """Complete all exchanges; if that fails, the step has failed.
+        """Complete all exchanges, for the first mean of a step that Horovod asks for.
 
-        Does so for the first mean that is asked for in a step, and nothing for later ones.
+        If that fails, the step has failed.
         """
         if not self._coded and self.pending.empty:
             return

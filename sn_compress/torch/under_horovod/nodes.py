@@ -1,7 +1,6 @@
-"""An optimizer of Horovod's torch by nodes: which there are, and what it goes on from.
+"""An optimizer of Horovod's torch by nodes: which there are, and states loaded until then.
 
-A node is what ranks with one host name are on, as horovodrun was told it. Horovod's process sets
-would make groups of ranks; they are not used (docs/decisions/0100).
+Horovod's process sets would be groups of ranks; they are not used (docs/decisions/0100).
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from typing import Any
 
 from ...engine import engine_state
 from ...engine.hierarchy import Place, horovods_layout, may_have_nodes
-from .agreement import total
+from .agreement import reduced_parameters, total
 from .memory import OptimizerState, memory_of
 
 
 def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: Any) -> None:
-    """Find the nodes for optimizers; blocks, on all ranks."""
+    """Find the nodes for optimizers; blocks, and all ranks call it."""
     states = [memory_of(optimizer) for optimizer in optimizers]
     if not any(may_have_nodes(state.settings, process_set) for state in states):
         return
@@ -26,19 +25,19 @@ def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: A
         if layout is None or not may_have_nodes(state.settings, process_set):
             state.nodes = None
         elif state.nodes is None or state.nodes.layout != layout:
+            # Else owners stay as they are: they have the residuals.
             state.nodes = Place(layout, process_set.rank())
             state.nodes.owned_names(_tensors(optimizer))
 
 
 def _tensors(optimizer: Any) -> list[tuple[str, int]]:
     """Return (name, elements) of an optimizer's tensors in gradient order, equal on all ranks."""
-    reduced, names = optimizer._requires_update, optimizer._parameter_names
-    ordered = [p for group in optimizer.param_groups for p in group["params"] if p in reduced]
-    return [(names[p], p.numel()) for p in reversed(ordered)]
+    names = optimizer._parameter_names
+    return [(names[p], p.numel()) for p in reversed(reduced_parameters(optimizer))]
 
 
 def load_pending(memory: OptimizerState, optimizer: Any, process_set: Any) -> None:
-    """Go on from what was loaded before the nodes were known; CompressError if it cannot be."""
+    """Load the states that were kept until the nodes are known; CompressError if impossible."""
     states, memory.loaded = memory.loaded, []
     engine_state.load_pending(
         memory.engine, states, memory.nodes, _tensors(optimizer), ranks=process_set.size(),

@@ -26,7 +26,8 @@ from cases import (
 from torch import nn
 
 from sn_compress import LowRankCompression
-from sn_compress.torch.ddp import BucketSlice, CompressionState
+from sn_compress.torch.ddp import CompressionState
+from sn_compress.torch.layout import BucketSlice
 
 
 def damage_on_receipt_is_found():

@@ -251,7 +251,7 @@ def polling(rank, waits, *, limit_s):
 
     def patient(pending):
         until = time.monotonic() + limit_s
-        while waits(pending._underway.values()) and time.monotonic() < until:
+        while waits(pending._exchanges.values()) and time.monotonic() < until:
             inner(pending)
 
     Pending.poll = patient if hvd.rank() == rank else lambda pending: None
@@ -269,7 +269,7 @@ def break_off_ahead(net, optimizer, ahead):
 
     with polling(ahead, waits, limit_s=0.5):
         break_off(net, optimizer, 100)
-    rounds = [it.round for it in memory_of(optimizer).pending._underway.values()]
+    rounds = [it.round for it in memory_of(optimizer).pending._exchanges.values()]
     assert any(rounds) == (hvd.rank() == ahead), rounds
 
 
