@@ -26,7 +26,7 @@ from shrinking import (  # noqa: E402
 from torch import nn  # noqa: E402 - without torch there is nothing to import
 
 from sn_memory.apoptosis.torch import Apoptosis, rebuild  # noqa: E402
-from sn_memory.torch import estimate, plan  # noqa: E402
+from sn_memory.torch import compress_activations, estimate, plan  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quiet")
 ROOT = Path(__file__).resolve().parents[2]
@@ -370,6 +370,19 @@ def test_compiled_code_follows():
     assert (after - before).abs().max() <= ROUNDING * before.abs().max()
     after.sum().backward()
     assert model[0].weight.grad.shape == (7, 5)
+
+
+def test_beside_compressed_activations():
+    """Before, the model could not be traced there, so that nothing ever merged."""
+    model, inputs = chain_of_duplicates()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shrink = apoptosis(model, optimizer)
+    with compress_activations(model, bits=8, optimizer=optimizer):
+        train(model, optimizer, inputs)
+        event = shrink.step()
+        assert event, event.refused
+        train(model, optimizer, inputs)
+    assert model[0].out_features == 7
 
 
 def test_watching_ends_and_copies_and_estimates_are_not_watched():

@@ -222,6 +222,9 @@ class CompressedActivations:
     # The forward pass: what is entered, the path of modules.
 
     def _begin(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        # Torch.export, by which apoptosis looks at a model, records what is computed, not saved.
+        if torch.compiler.is_exporting():
+            return
         self._check_eager()
         if self.current is not None or not self.active or not torch.is_grad_enabled():
             return
