@@ -42,7 +42,7 @@ def add_estimate(commands: Any) -> None:
         "each way to train; predicted, not measured",
     )
     it.add_argument("--optimizer", choices=_OPTIMIZERS, help="its state counts; torch's")
-    it.add_argument("--batch", type=_span, default=(1, 512), help="as 8, or 1..512 (default)")
+    it.add_argument("--batch", type=_span, help="as 8; with --device 1..512 (default)")
     it.add_argument(
         "--sequence", type=_powers, help="as 1024, or 128..8192: each power of two between"
     )
@@ -70,6 +70,8 @@ def add_estimate(commands: Any) -> None:
 
 def _estimate(options: argparse.Namespace) -> Answer:
     named = read_model(options.model)
+    if options.sequence and "sequence" not in named.sizes:
+        raise PlanError(f"got --sequence, but {named.named} has no parameter `sequence`. Add one.")
     if options.device is not None and not is_here(options.device):
         return _on_device(named, options)
     if options.state is not None:
@@ -83,7 +85,7 @@ def _estimate(options: argparse.Namespace) -> Answer:
         )
     budget = None if options.budget is None else parse_bytes(options.budget)
     length = options.sequence[0] if options.sequence else None
-    given = _given(named, options, options.batch[0], length)
+    given = _given(named, options, options.batch[0] if options.batch else 1, length)
     optimizer = _optimizer(options, given)
     with progress_output(not options.quiet):
         found = given.rim.estimate(given.model, given.sample, optimizer=optimizer)
@@ -110,7 +112,8 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
         raise PlanError(
             "got --budget with --device, whose memory is the budget; leave one of them out."
         )
-    first = named.at(batch=options.batch[0], sequence=(options.sequence or [None])[0])
+    batches = options.batch or (1, 512)
+    first = named.at(batch=batches[0], sequence=(options.sequence or [None])[0])
     if options.state and first.rim.__name__ != "sn_memory.torch":
         raise PlanError(
             "got --state for a Keras model, whose variables keep their memory as long "
@@ -130,8 +133,6 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
         }
         data |= {"device": found.device, "room_bytes": found.room_bytes, "seconds": found.seconds}
         return Answer(str(found), data | {"notes": list(found.notes)}, yes=found.fits())
-    if options.sequence and "sequence" not in named.sizes:
-        raise PlanError(f"got --sequence, but {named.named} has no parameter `sequence`. Add one.")
     rim, dtypes = import_module("sn_memory.torch.fit"), import_module(_BY_NAME).DTYPES
     cast = dtypes["fp16" if options.dtype == "fp16" else "bf16"] if options.amp else None
 
@@ -145,7 +146,7 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
                 make,
                 options.device,
                 optimizer=_optimizer(options, first),
-                batches=options.batch,
+                batches=batches,
                 length=length,
                 cards=options.cards,
                 amp=cast,
@@ -170,11 +171,14 @@ def _given(
 ) -> Given:
     """Return the model and a sample of a batch, which is resized if its function takes none."""
     given = named.at(batch=batch, sequence=length)
+    resizes = "batch" not in named.sizes and (options.device or options.batch)
     if given.rim.__name__ != "sn_memory.torch":
+        if resizes:
+            raise PlanError(f"got --batch, but {named.named} has no parameter `batch`. Add one.")
         return given
     if options.dtype is not None:
         given.model.to(import_module(_BY_NAME).DTYPES[options.dtype])
-    if "batch" not in named.sizes and options.device is not None:
+    if resizes:
         resized = import_module("sn_memory.torch.estimate").resized
         given = given._replace(sample=resized(given.sample, batch))
     return given

@@ -13,6 +13,7 @@ differ in nothing but how ranks talk:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -88,6 +89,9 @@ def simulate(
             f"{ranks} ranks, {steps} steps, n={n}; expected up to {MOST_RANKS} ranks, 8 steps or "
             "more and n of 1 or more"
         )
+    for name, value in (("rate", rate), ("noise", noise), ("momentum", momentum)):
+        if not 0 <= value < math.inf:
+            raise CompressError(f"{name}: got {value}, expected a number of 0 or more")
     generator = np.random.default_rng(seed)
     curvature = np.geomspace(1e-3, 1, n)
     start = generator.normal(size=n)

@@ -99,8 +99,9 @@ class Ranks(ABC):
             raise AgreementError(
                 f"Apoptosis: {what} of this rank is the same on ranks {ours} and different on "
                 f"ranks {others}; expected the same on all. Nothing was changed. Ranks must hold "
-                "the same weights and settings, and call step() the same number of times. Here: "
-                f"{text[:300]}"
+                "the same weights and settings, and call step() the same number of times. What "
+                "exchanges gradients (DistributedDataParallel) has to be recreated after each "
+                f"event that merged: an old one exchanges none. Here: {text[:300]}"
             )
 
 

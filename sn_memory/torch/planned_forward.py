@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
 
 from .accumulation import fitting
 from .eager.higher_derivatives import PlainStep, without_plan
-from .model.modes import OF_CHECKPOINT, saved_tensors_hook, transformed, warn
+from .model.modes import OF_CHECKPOINT, caches_weights, saved_tensors_hook, transformed, warn
 from .model.signature import as_sampled
 from .model.wrapping import RECORD, plain_model, uninitialized
 from .new_inputs import step_for
@@ -33,8 +34,8 @@ class PlannedForward:
         record: PlanRecord = self.__dict__[RECORD]
         if record.state is not None:
             args, kwargs = record.state.with_inputs((args, kwargs))
-        if torch.is_grad_enabled() and transformed():
-            without_plan(self, record)  # type: ignore[arg-type]
+        if torch.is_grad_enabled() and (why := _reason_against_plan(self, record)):  # type: ignore[arg-type]
+            without_plan(self, record, why)  # type: ignore[arg-type]
             with record.lock:
                 return plain(self, *args, **kwargs)
         if not torch.is_grad_enabled():
@@ -75,7 +76,22 @@ class PlannedForward:
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are plain: a plan's lock and recorded calls belong to this process.
         plain = plain_model(self)  # type: ignore[arg-type]
+        if get_spawning_popen() is not None:
+            warn(
+                f"a planned {type(plain).__name__} is passed to a new process, and is without its "
+                "plan there: steps hold what plain ones do. Call plan there, too."
+            )
         return uninitialized, (type(plain),), dict(plain.__dict__)
+
+
+def _reason_against_plan(model: torch.nn.Module, record: PlanRecord) -> str:
+    """Say where the model's own forward is looked at; nothing where it may run by its plan."""
+    if transformed():
+        return "inside torch.func or forward-mode AD"
+    # Modules that run again are the model's own, and use cached weights as it does.
+    if record.backend != "modules" and caches_weights(model):
+        return "inside parametrize.cached(), with weights whose computing changes buffers"
+    return ""
 
 
 def _warn_of_hooks(name: str, inputs: StepCache, step: Step, pack: Callable[..., Any]) -> None:

@@ -26,7 +26,7 @@ from shrinking import (  # noqa: E402
 from torch import nn  # noqa: E402 - without torch there is nothing to import
 
 from sn_memory.apoptosis.torch import Apoptosis, rebuild  # noqa: E402
-from sn_memory.torch import estimate  # noqa: E402
+from sn_memory.torch import compress_activations, estimate, plan  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("quiet")
 ROOT = Path(__file__).resolve().parents[2]
@@ -352,6 +352,10 @@ def test_wrapped_models_and_optimizers_are_refused():
     optimizer._allreduce_delay = {}  # by which Horovod's is known
     with pytest.raises(ValueError, match="wrapped by Horovod"):
         apoptosis(model, optimizer)
+    with pytest.raises(ValueError, match="all parameters together"):
+        apoptosis(model, torch.optim.LBFGS(model.parameters()))
+    with pytest.raises(ValueError, match="given to plan"):
+        apoptosis(plan(model, torch.randn(4, 5), "100%", profile=False))
 
 
 def test_compiled_code_follows():
@@ -366,6 +370,19 @@ def test_compiled_code_follows():
     assert (after - before).abs().max() <= ROUNDING * before.abs().max()
     after.sum().backward()
     assert model[0].weight.grad.shape == (7, 5)
+
+
+def test_beside_compressed_activations():
+    """Before, the model could not be traced there, so that nothing ever merged."""
+    model, inputs = chain_of_duplicates()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    shrink = apoptosis(model, optimizer)
+    with compress_activations(model, bits=8, optimizer=optimizer):
+        train(model, optimizer, inputs)
+        event = shrink.step()
+        assert event, event.refused
+        train(model, optimizer, inputs)
+    assert model[0].out_features == 7
 
 
 def test_watching_ends_and_copies_and_estimates_are_not_watched():
@@ -410,6 +427,89 @@ def test_gradients_that_are_carried_are_cut_as_momentum_is():
     assert torch.equal(model[4].weight.grad, carried["4.weight"])
     assert model[4].bias.grad is None
     assert not shrink.optimizer.state
+
+
+def test_gradients_of_micro_batches_stay():
+    """Before, those that were there at an event were lost, and the optimizer's step was smaller."""
+    model, inputs = chain_of_duplicates()
+    shrink = apoptosis(model)
+    model(inputs).square().mean().backward()
+    before = {name: value.grad.clone() for name, value in model.named_parameters()}
+    (merged,) = shrink.step().merged
+    ((gone, survivor),) = merged.pairs
+    kept = [i for i in range(8) if i != gone]
+    expected = before["0.weight"].clone()
+    expected[survivor] += expected[gone]
+    torch.testing.assert_close(model[0].weight.grad, expected[kept])
+    assert torch.equal(model[2].weight.grad, before["2.weight"][:, kept])
+    assert torch.equal(model[4].bias.grad, before["4.bias"])
+    assert not shrink.optimizer.state
+
+
+def test_what_another_optimizer_trains_stays():
+    """Before, it went on with the old parameters, and nothing trained the new ones."""
+    model, inputs = chain_of_duplicates()
+    weights, biases = (
+        torch.optim.SGD([it for it in model.parameters() if (it.dim() > 1) == of], lr=0.0)
+        for of in (True, False)
+    )
+    event = check_it_stays(model, inputs, apoptosis(model, weights))
+    assert "0.bias requires gradients, and is not in the opt" in event.refused["0.weight"]
+    # Where nothing else can shrink by an event of the other's, its parameters are the same ones.
+    more = nn.Sequential(model, nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 3))
+    duplicate(more, ["1"])
+    mine = torch.optim.SGD([*more[1].parameters(), *more[3].parameters()], lr=0.0)
+    shrink = apoptosis(more, mine)
+    more(inputs)
+    (merged,) = shrink.step().merged
+    assert merged.group == "1.weight"
+    held = [it for optimizer in (weights, biases) for it in optimizer.param_groups[0]["params"]]
+    assert {id(it) for it in held} == {id(it) for it in model.parameters()}
+
+
+class OfTasks(nn.Module):
+    """A body, and a head for each of two tasks, of which one call uses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Linear(5, 8)
+        self.heads = nn.ModuleList([nn.Linear(8, 3), nn.Linear(8, 2)])
+
+    def forward(self, x, task=0):
+        return self.heads[task](torch.relu(self.body(x)))
+
+
+def test_what_an_unused_layer_may_read_stays():
+    """Before, the next call with the other head raised, and the body could not grow back."""
+    model = OfTasks()
+    duplicate(model, ["body"])
+    inputs = torch.randn(64, 5)
+    event = check_it_stays(model, inputs, apoptosis(model))
+    assert "heads.1.weight, which this call did not use" in event.refused["body.weight"]
+    del model.heads[1]
+    shrink = apoptosis(model)
+    model(inputs)
+    assert shrink.step()
+
+
+@pytest.mark.parametrize("first", ["optimizer", "shapes"])
+def test_a_checkpoint_may_be_loaded_with_the_optimizer_first(first):
+    """Before, moments that were loaded before the shapes were dropped without a word."""
+    model, inputs = chain_of_duplicates()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-9)
+    shrink = apoptosis(model, optimizer)
+    train(model, optimizer, inputs)
+    assert shrink.step()
+    parts = shrink, model, optimizer
+    states = copy.deepcopy([part.state_dict() for part in parts])
+    wide = chain()
+    other = torch.optim.Adam(wide.parameters(), lr=1e-9)
+    parts = [*zip((apoptosis(wide, other), wide, other), states, strict=True)]
+    for part, state in parts if first == "shapes" else [parts[2], *parts[:2]]:
+        part.load_state_dict(state)
+    for one, same in zip(model.parameters(), wide.parameters(), strict=True):
+        for name, held in optimizer.state[one].items():
+            assert torch.equal(held, other.state[same][name])
 
 
 def test_a_checkpoint_gives_a_model_its_shapes_back():

@@ -411,6 +411,20 @@ def test_a_batch_that_does_not_fit_is_a_no(tmp_path, capsys):
     assert "none" in out
 
 
+def test_a_batch_here_resizes_a_sample_that_takes_none(tmp_path, capsys):
+    """Before, without --device, --batch and --sequence were ignored where no function took them."""
+    pytest.importorskip("torch")
+    text = "import torch\ndef made():\n    return torch.nn.Linear(8, 8), torch.ones(64, 8)\n"
+    model = ["memory", "estimate", model_of(tmp_path, text), "--json", "--quiet"]
+    for flags, batch in (([], 64), (["--batch", "4"], 4)):
+        code, out, err = run(capsys, *model, *flags)
+        assert code == 0, err
+        found = json.loads(out)
+        assert (found["batch"], found["inputs_bytes"]) == (batch, batch * 32)
+    code, _, err = run(capsys, *model, "--sequence", "4")
+    assert (code, "no parameter `sequence`" in err) == (2, True)
+
+
 def test_a_module_and_a_configuration_name_a_model(tmp_path, capsys, monkeypatch):
     pytest.importorskip("transformers")
     (tmp_path / "models_of_mine.py").write_text(WIDE)

@@ -64,3 +64,7 @@ def test_what_cannot_be_simulated_is_said(capsys):
     assert "power of two" in capsys.readouterr().err
     with pytest.raises(CompressError, match="up to 1024"):
         simulate(topology("ring", 1025))
+    for flag in ("--rate", "--noise", "--momentum"):
+        for value in ("nan", "inf", "-1"):
+            assert main(["compress", "gossip", "--ranks", "4", f"{flag}={value}", "--steps=8"]) == 2
+            assert f"{flag[2:]}: got {float(value)}, expected" in capsys.readouterr().err

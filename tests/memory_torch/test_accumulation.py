@@ -446,3 +446,56 @@ def test_inside_parametrize_cached():
                 accumulated(model, [batch])
     assert same(grads(planned), grads(plain))
     assert not any("modules" in kind.how for kind in planned.sn_memory.kinds)
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "says"),
+    [
+        ("graph", parametrizations.spectral_norm, r"is called inside parametrize.cached\(\), with"),
+        ("modules", parametrizations.spectral_norm, "2 forward passes of"),
+        ("modules", parametrizations.weight_norm, "2 forward passes of"),
+    ],
+)
+def test_two_passes_in_parametrize_cached(backend, kind, says):
+    """As a GAN's: cached weights are the same in both, and spectral_norm iterates once.
+
+    Before, recorded calls iterated once each, and modules that ran again raised CheckpointError.
+    """
+    plain, x = nn.Sequential(*(mlp(2) for _ in range(3))), torch.randn(256, 32)
+    for layer in list(plain.modules()):
+        if isinstance(layer, nn.Linear):
+            kind(layer)
+    planned = plan(copy.deepcopy(plain), x, "85%", backend=backend, **SETTINGS)
+
+    def step(model):
+        with parametrize.cached():
+            loss = model(x).square().mean() - model(x[:128]).square().mean()
+        loss.backward()
+
+    step(plain)
+    with pytest.warns(PlanWarning, match=says):
+        step(planned)
+    assert same(grads(planned), grads(plain))
+    assert same(list(planned.buffers()), list(plain.buffers()))
+
+
+def test_copies_of_a_buffer_that_a_pass_changes_are_made_once():
+    """Before, a second pass ahead of the backward pass of the first ended in a ReplayError."""
+    plain, x = nn.Sequential(*(mlp(2) for _ in range(3))), torch.randn(512, 32)
+    for layer in list(plain.modules()):
+        if isinstance(layer, nn.Linear):
+            parametrizations.spectral_norm(layer)
+    with pytest.raises(BudgetError) as refused:
+        plan(copy.deepcopy(plain), x, "1%", backend="graph", **SETTINGS)
+    mine, budget = copy.deepcopy(plain), refused.value.peak_bytes
+    planned = plan(mine, x, budget, planner=refused.value.plan, backend="graph", **SETTINGS)
+
+    def loss(model):
+        return model(x).square().mean() + model(x[:256]).square().mean()
+
+    loss(plain).backward()
+    with pytest.warns(PlanWarning, match="2 forward passes of"):
+        found = loss(planned)
+    found.backward()
+    for one, other in zip(grads(planned), grads(plain), strict=True):
+        torch.testing.assert_close(one, other)

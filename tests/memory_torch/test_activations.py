@@ -8,6 +8,7 @@ import io
 import pickle
 import random
 import weakref
+from functools import partial
 from itertools import count
 
 import numpy as np
@@ -21,7 +22,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory import BudgetError, settings
-from sn_memory.torch import ReplayError, StorageTracker, TraceError, compress_activations
+from sn_memory.torch import (
+    ReplayError,
+    StorageTracker,
+    TraceError,
+    compress_activations,
+    estimate,
+    plan,
+)
 from sn_memory.torch.activations import compress, saving
 from sn_memory.torch.activations.saving import MIN_ELEMENTS
 from sn_memory.torch.activations.treatments import Mask, OnHost
@@ -353,6 +361,24 @@ def test_what_is_refused(compiled, more, error, match):
     model = torch.compile(model, backend="eager") if compiled else model
     with pytest.raises(error, match=match):
         compress_activations(model, bits=2, **more)
+
+
+def test_beside_a_plan_or_compiled_code_it_says_what_to_do():
+    """Before: a step of a planned model without a word, RuntimeError, and AttributeError."""
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)), torch.randn(64, 64)
+    with pytest.raises(TraceError, match="whose plan decides"):
+        compress_activations(plan(copy.deepcopy(model), x, "100%", profile=False), bits=4)
+    with compress_activations(model, bits=4) as compressed:
+        for trace in (estimate, partial(plan, budget="100%", backend="graph", profile=False)):
+            with pytest.raises(TraceError, match=r"at work on Sequential, .* its close\(\)"):
+                trace(model, x)
+        compiled = torch.compile(nn.Sequential(model, nn.ReLU()), backend="eager")
+        with pytest.raises(TraceError, match=r"one of the two; close\(\)"):
+            compiled(x)
+        model(x).sum().backward()
+        assert compressed.saved.ratio > 2
+    torch._dynamo.reset()
+    compiled(x).sum().backward()
 
 
 def test_it_ends_and_leaves_nothing_behind():

@@ -1,6 +1,8 @@
 """Parameters that lie elsewhere than when the model was planned: in one vector, in other memory."""
 
 import copy
+import pickle
+from multiprocessing.context import set_spawning_popen
 
 import pytest
 import torch
@@ -8,7 +10,7 @@ from steps import grads, same
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from sn_memory.torch import ReplayError, plan
+from sn_memory.torch import PlanWarning, ReplayError, plan
 
 SETTINGS = {"profile": False, "time_limit_s": 2.0}
 
@@ -68,6 +70,29 @@ def test_what_shared_memory_and_does_no_longer_is_said():
         it.data = it.data.clone()
     with pytest.raises(ReplayError, match="no longer shares the storage"):
         planned(x)
+
+
+@pytest.mark.parametrize("change", [lambda it: it.double(), lambda it: in_one_vector(it)])
+def test_other_memory_between_the_passes_is_said(change):
+    """Before, the backward pass read the new values, or ended in torch's error about types."""
+    model, x = Sliced(), torch.randn(32, 16)
+    planned = plan(model, x, "100%", backend="graph", **SETTINGS)
+    loss = planned(x).sum()
+    change(planned)
+    with pytest.raises(ReplayError, match="given other memory"):
+        loss.backward()
+
+
+def test_a_model_for_a_new_process_says_that_it_is_plain():
+    planned = plan(nn.Sequential(nn.Linear(4, 4)), torch.randn(8, 4), "100%", **SETTINGS)
+    pickle.dumps(planned)
+    set_spawning_popen(object())  # as while a Process is pickled
+    try:
+        with pytest.warns(PlanWarning, match="without its plan there"):
+            pickled = pickle.dumps(planned)
+    finally:
+        set_spawning_popen(None)
+    assert type(pickle.loads(pickled)) is nn.Sequential
 
 
 class Words(nn.Module):

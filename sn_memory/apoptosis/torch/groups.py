@@ -444,6 +444,11 @@ _RULES: dict[str, Rule] = {
 }
 
 
+def _reads(sizes: tuple[int, ...]) -> int:
+    """Return how many channels a parameter of this shape is for, if it is one that reads any."""
+    return sizes[1] if len(sizes) > 1 else sum(sizes)
+
+
 def find_groups(program: Any, model: torch.nn.Module) -> list[Group]:
     """Return all groups of a traced model, those that cannot shrink included."""
     walk = Walk(program)
@@ -456,9 +461,18 @@ def find_groups(program: Any, model: torch.nn.Module) -> list[Group]:
                     walk.group(tag).refuse("it is an output of the model")
     # After the walk: until its end a later call may read a group, or join it with another.
     groups = list(walk.roots())
+    unused = {
+        walk.names[node.name]: _reads(shape(node))
+        for node in program.graph.nodes
+        if node.name in walk.parameters and not node.users
+    }
     for group in groups:
         if not group.sites:
             group.refuse("no layer reads it")
+        for name, size in unused.items():
+            # The head of another task, say: with fewer channels its next call would raise.
+            if size and size % (group.width * group.block) == 0:
+                group.refuse(f"{name}, which this call did not use, may read it in others")
         _refuse_unusual(group, model)
     return groups
 

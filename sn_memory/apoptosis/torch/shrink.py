@@ -177,6 +177,17 @@ def check_plain(model: nn.Module, optimizer: Any) -> None:
             "are replaced, and a wrapper keeps the old ones. Give the plain model, and wrap it "
             "again when step() returns true."
         )
+    if hasattr(model, "sn_memory"):
+        raise ValueError(
+            f"Apoptosis: got a planned {type(model).__name__}, expected the one that was given to "
+            "plan(): recorded calls keep no batches. Give the plain model, and call "
+            "observe(inputs) each step."
+        )
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(
+            "Apoptosis: got LBFGS, whose state is of all parameters together, expected an "
+            "optimizer that keeps its state parameter by parameter, such as Adam or SGD."
+        )
     if hasattr(optimizer, "_allreduce_delay"):
         raise ValueError(
             "Apoptosis: got an optimizer wrapped by Horovod, expected the one inside it: the "
@@ -288,11 +299,12 @@ class Apoptosis(BaseApoptosis):
     Notes
     -----
     The last eight batches that the model was trained on are kept, and decide. After an event that
-    merged, all parameters are new objects without gradients: call `step` after `optimizer.step()`.
+    merged, all parameters of the optimizer are new objects. Gradients are merged as momentum is, so
+    `step` may be called between the micro-batches of a step.
 
     `carry` may be set to a function that returns tensors like parameters, by their names: gradients
     that have not been applied yet, such as what a compressor has still to send. It is called when
-    neurons are about to merge, and what it returned is the gradient of the new parameters.
+    neurons are about to merge, and what it returned is added to the gradients.
     """
 
     _no_batch = "no batch was seen; call step() after training steps of this very model"
@@ -371,9 +383,16 @@ class Apoptosis(BaseApoptosis):
         for group in groups:
             if group.name in self._refused:
                 group.refuse(self._refused[group.name])
-            for name in [piece.name for piece in group.slices] + [s.weight for s in group.sites]:
-                if key := unknown_state(pruner.value(name), pruner.state(name)):
+            names = [piece.name for piece in group.slices]
+            for site in group.sites:
+                names += [site.weight] if site.bias is None else [site.weight, site.bias]
+            for name in names:
+                value = pruner.value(name)
+                if key := unknown_state(value, pruner.state(name)):
                     group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
+                # Another optimizer would go on with the old one, and nothing would train the new.
+                if value.requires_grad and not pruner.trains(value):
+                    group.refuse(f"{name} requires gradients, and is not in the optimizer")
         return groups, ""
 
     def _measure(
@@ -397,16 +416,22 @@ class Apoptosis(BaseApoptosis):
         carried = self.carry() if self.carry is not None else {}
         # In the optimizer's state they are cut and added up as a mean of gradients is.
         for name, parameter in self.model.named_parameters():
+            left = parameter.grad
             if name in carried:
-                state[parameter][CARRIED] = carried[name].view_as(parameter)
+                more = carried[name].view_as(parameter)
+                left = more if left is None else left + more
+            if left is not None:
+                state[parameter][CARRIED] = left
         done, undone = self._shrink(chosen, batch)
         self._refused |= undone
         if done:
             Pruner(self.model, self.optimizer).renew()
-        for parameter in self.model.parameters() if carried else ():
+        for parameter in self.model.parameters():
+            if parameter not in state:
+                continue
             left = state[parameter].pop(CARRIED, None)
             parameter.grad = left if done else parameter.grad
-            # The state is a defaultdict: asking made the entry.
+            # Of an optimizer that keeps nothing, gradients made the entry.
             if not state[parameter]:
                 del state[parameter]
         return done, undone

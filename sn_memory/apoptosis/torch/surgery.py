@@ -88,15 +88,21 @@ class Pruner:
 
             self._undo.append(restore)
 
+    def trains(self, parameter: torch.Tensor) -> bool:
+        """Say whether the optimizer has a parameter."""
+        groups = self.optimizer.param_groups
+        return any(held is parameter for group in groups for held in group["params"])
+
     def renew(self) -> None:
-        """Make every parameter a new object that shares the old one's memory.
+        """Make every parameter of the optimizer a new object that shares the old one's memory.
 
         Hooks of old wrappers stay on old parameters: Horovod's cannot be taken off, and would send
         the gradient of a parameter that did not shrink a second time.
         """
         for old in list(self.model.parameters()):
-            # A subclass may hold what a plain one would lose; groups with one are refused.
-            if type(old) is not nn.Parameter:
+            # A subclass may hold what a plain one would lose; groups with one are refused. What
+            # this optimizer does not have may be in another one.
+            if type(old) is not nn.Parameter or not self.trains(old):
                 continue
             # Views share memory, so nothing is copied.
             new = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
@@ -170,7 +176,9 @@ def reshape(
     pruner = Pruner(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
     for name, shape in shapes.items():
         if list(here[name].shape) != list(shape):
-            pruner.replace(name, here[name].detach().new_empty(shape), {})
+            new, state = here[name].detach().new_empty(shape), pruner.state(name)
+            # Of another shape it is of before; of this one, the optimizer's was loaded first.
+            pruner.replace(name, new, {} if unknown_state(new, state) else state)
     for name, value in counts.items():
         owner, _, last = name.rpartition(".")
         pruner.count(owner, last, value)

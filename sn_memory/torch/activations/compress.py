@@ -13,6 +13,8 @@ from functools import partial
 from typing import Any, Final, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from ... import settings
@@ -29,6 +31,7 @@ from ...base.sizes import parse_bytes
 from ..errors import TraceError
 from ..model.modes import transformed, warn
 from ..model.step import restore_rng_state
+from ..model.wrapping import is_in_compiled
 from .rerun import Layer, RestoredModule, Run, SideEffects, is_sequential, layer_of, runs_of
 from .saving import BY_IMAGES, RUN, Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor, copy_seconds, offloadable
@@ -80,7 +83,7 @@ def compress_activations(
     Raises
     ------
     TraceError
-        If the model is compiled.
+        If the model is compiled, or planned.
     ValueError
         If not exactly one of error, budget and bits is given, or a setting is illegal.
     BudgetError
@@ -101,6 +104,12 @@ def compress_activations(
         raise TraceError(
             "compress_activations: got a compiled model; expected an eager one, as compiled code "
             "saves tensors that it creates itself. Compress the model that torch.compile was given."
+        )
+    if hasattr(model, "sn_memory"):
+        raise TraceError(
+            f"compress_activations: got a planned {type(model).__name__}, whose plan decides what "
+            "is kept for the backward pass; expected one without a plan. Compress the model that "
+            "was given to plan(), and train that one."
         )
     if form not in ("fixed", "paper") or (form == "paper" and error is None):
         raise ValueError(
@@ -213,6 +222,10 @@ class CompressedActivations:
     # The forward pass: what is entered, the path of modules.
 
     def _begin(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        # Torch.export, by which apoptosis looks at a model, records what is computed, not saved.
+        if torch.compiler.is_exporting():
+            return
+        self._check_eager()
         if self.current is not None or not self.active or not torch.is_grad_enabled():
             return
         if transformed():
@@ -223,6 +236,12 @@ class CompressedActivations:
                     "torch.func or forward-mode AD, which look at its own forward pass."
                 )
             return
+        if any(isinstance(leaf, FakeTensor) for leaf in tree_leaves((args, kwargs))):
+            raise TraceError(
+                f"compress_activations is at work on {type(self.model).__name__}, and packs "
+                "values, of which a traced step has none. Call its close() before, or trace "
+                "another copy."
+            )
         self.refresh()
         watch = self._watch if self.controller.due(self._step) else None
         self._step += 1
@@ -245,7 +264,16 @@ class CompressedActivations:
         self._nothing_watched = self.current.watch is not None and not self._watched
         self.current = None
 
+    def _check_eager(self) -> None:
+        if self.active and is_in_compiled():
+            raise TraceError(
+                f"torch.compile is at work on {type(self.model).__name__}, or on a part of it, "
+                "with compress_activations: compiled code saves tensors that it creates itself. "
+                "Use one of the two; close() ends compressing."
+            )
+
     def _enter(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._check_eager()
         if self.current is None:
             return
         name = self._names.get(module, "")

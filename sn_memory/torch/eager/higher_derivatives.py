@@ -197,15 +197,17 @@ class _OwnForward(torch.nn.Module):
         return type(self.model).forward(self.model, *args, **kwargs)
 
 
-def without_plan(model: torch.nn.Module, record: Any) -> None:
-    """Say that the model's own forward runs, as torch.func or forward-mode AD looks at it."""
+def without_plan(model: torch.nn.Module, record: Any, where: str) -> None:
+    """Say that the model's own forward runs, as what it is called in looks at that.
+
+    where : that it is "inside torch.func or forward-mode AD", say
+    """
     if record.state is not None:
         raise PlanError(
-            f"a planned {_name(model)} with its state on the host was called inside torch.func or "
-            "forward-mode AD, which looks at the model's own forward pass. Call the model as it "
-            "was before planning there."
+            f"a planned {_name(model)} with its state on the host was called {where}, which looks "
+            "at the model's own forward pass. Call the model as it was before planning there."
         )
-    why = "it is called inside torch.func or forward-mode AD"
+    why = f"it is called {where}"
     _without_plan(model, record, record.plan.baseline_peak_bytes, why)
 
 

@@ -479,7 +479,8 @@ class _Planned(torch.autograd.Function):
         if _versions(replay.program, memory) != ctx.versions:
             raise ReplayError(
                 "a parameter, buffer, input or output that the backward pass needs was changed in "
-                "place since the forward pass. Change it after backward."
+                "place, or given other memory (model.double(), p.data = ...), since the forward "
+                "pass. Change it after backward."
             )
         captured = replay.captured
         if captured.only_outside and casting():
@@ -537,9 +538,14 @@ def _is_wanted(leaf: torch.Tensor) -> bool:
         return True
 
 
-def _versions(program: Program, memory: Memory) -> list[int]:
+def _versions(program: Program, memory: Memory) -> list[tuple[int, int]]:
+    """Versions of what a later pass reads, and where it lies, as `data =` changes no version."""
     held = [memory.held[storage] for storage in program.read_later]
-    return [version_of(tensor) for tensor in held if tensor is not None]
+    return [
+        (version_of(tensor), tensor.untyped_storage()._cdata)
+        for tensor in held
+        if tensor is not None
+    ]
 
 
 def _as_planned(

@@ -33,6 +33,19 @@ def transformed() -> bool:
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
+def caches_weights(model: torch.nn.Module) -> bool:
+    """Whether `parametrize.cached` is on, and computing a weight changes buffers, as spectral_norm.
+
+    Several calls in it take one step of its iteration; recorded calls would take one each.
+    """
+    return bool(parametrize._cache_enabled) and any(
+        isinstance(part, parametrize.ParametrizationList)
+        and part.training
+        and next(part.buffers(), None) is not None
+        for part in model.modules()
+    )
+
+
 def is_batched(tensor: torch.Tensor) -> bool:
     """Whether a gradient stands for several, as with `is_grads_batched=True`."""
     return bool(torch._C._dispatch_keys(tensor).has(_BATCHED))

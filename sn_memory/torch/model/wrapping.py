@@ -162,10 +162,15 @@ def _ignored(original: Callable[..., Any]) -> Callable[..., Any]:
     return enable
 
 
+def is_in_compiled() -> bool:
+    """Whether Dynamo traces what runs here, or runs it because it could not be traced."""
+    # Where tracing ended in an error, ours among them, the same code runs under the callback.
+    return torch.compiler.is_dynamo_compiling() or callable(eval_frame.get_eval_frame_callback())
+
+
 def _is_compiled(record: Any) -> bool:
     """Whether torch.compile traces what runs here, or runs it because it could not be traced."""
-    # Where tracing ended in an error, ours among them, the same code runs under the callback.
-    if torch.compiler.is_dynamo_compiling() or callable(eval_frame.get_eval_frame_callback()):
+    if is_in_compiled():
         return True
     if not torch.compiler.is_compiling():
         return False

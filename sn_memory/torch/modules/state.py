@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.utils import parametrize
 
 from ..errors import ReplayError
 from ..model.guards import OF_TORCH
@@ -52,6 +53,9 @@ class RunState:
         }
         self._random = {device: rng_state(device) for device in devices}
         self._held = [_Held(inner, sharded) for inner in module.modules()]
+        # Inside of `parametrize.cached()`: a weight that was computed before is not computed again.
+        # Under the module that the parametrization was registered on, of which this may be a copy.
+        self._cached = parametrize._cache_enabled, dict(parametrize._cache)
         self._compares = changed is None
         # Buffers that the run changes are copied, as a second run has to read what the first did.
         if changed is None:
@@ -109,7 +113,10 @@ class RunState:
         now = [_Held(held.module, held.sharded) for held in self._held]
         random = {device: rng_state(device) for device in self._random}
         after = [buffer.clone() for buffer in self.changed]
+        cache = parametrize._cache_enabled, parametrize._cache
         try:
+            parametrize._cache_enabled, weights = self._cached
+            parametrize._cache = dict(weights)
             for device, state in self._random.items():
                 set_rng_state(device, state)
             for held in self._held:
@@ -119,6 +126,7 @@ class RunState:
                 _fill(buffer, copy)
             yield
         finally:
+            parametrize._cache_enabled, parametrize._cache = cache
             for device, state in random.items():
                 set_rng_state(device, state)
             for held in now:

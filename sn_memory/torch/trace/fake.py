@@ -464,8 +464,8 @@ def fake_of(
     if is_traceable_wrapper_subclass(tensor):
         raise TraceError(
             f"a {type(tensor).__name__} of shape {tuple(tensor.shape)} is a parameter, a buffer or "
-            "an input; only plain tensors can be traced. With backend='modules', or 'auto', a "
-            "sharded model is planned by its modules; plan before it is quantised."
+            "an input; only plain tensors can be traced. Call this before the model is sharded or "
+            "quantised. A sharded one can be planned as well, by plan(..., backend='modules')."
         )
     if place is None and (working := working_device(tensor)) != tensor.device:
         place = working

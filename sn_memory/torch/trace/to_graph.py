@@ -73,6 +73,8 @@ def to_graph(
         _op(call, ops[at], names, returned, captured, seconds[at])
         for at, call in enumerate(recording.calls)
     ]
+    roles = {names[number]: role for number, role in recording.roles.items() if number in names}
+    rows = _once_copied(rows, roles)
     if ways is not None:
         rows = [replace(row, workspaces=way) for row, way in zip(rows, ways, strict=True)]
     loss = loss_op(
@@ -206,6 +208,22 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
         size = recording.nbytes[number] if recording.device[number] == main else 0
         result.append(Storage(names[number], size, role, number in kept, number in held))
     return result
+
+
+def _once_copied(ops: list[Op], roles: dict[str, str]) -> list[Op]:
+    """Let what is computed of the model alone, and of a buffer that the step changes, run once.
+
+    A copy of the buffer, as spectral_norm makes of its vectors: when it ran again, the next forward
+    pass might have changed the buffer, which the model itself made the copy for.
+    """
+    changed = {name for op in ops for name in op.writes if roles.get(name) == "state"}
+    return [
+        replace(op, once=True)
+        if changed.intersection(op.inputs)
+        and all(roles.get(name) in ("parameter", "state") for name in op.inputs)
+        else op
+        for op in ops
+    ]
 
 
 def main_device(captured: Captured) -> torch.device:
