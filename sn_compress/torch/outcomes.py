@@ -5,6 +5,9 @@ was exchanged and not applied is either still in it, and this pass accumulates, 
 discriminator through which the generator's loss went, a step that the loop rejected or a loss
 scaler skipped. What compression left out of a dropped gradient must not be sent later.
 
+Before the first step of an optimizer that holds a parameter, one whose values have changed since
+its gradient was sent was updated by hand: the gradient counts as applied.
+
 Each rank decides by itself: `.grad` holds the ranks' mean, so ranks that run one program decide
 alike. A parameter that no optimizer of torch holds is unknown, as where a loop updates it by hand,
 or an optimizer holds a copy in another precision: its gradients count as applied.
@@ -47,19 +50,23 @@ class _Parameter:
     """One parameter, and what became of its last exchanged gradient.
 
     known : whether an optimizer of torch has stepped it, ever, or holds it
+    stepped : whether one has stepped it, ever
     hooked : whether passes that reach it are told
     stepping : whether it had a gradient when an optimizer began the step that it is in
     found_inf : of a fused optimizer whose step applied the gradient, or skipped it
     sent : the gradient when it was sent, and how often it had been written to
+    values : a digest of the parameter when its gradient was sent; None: nobody asks for it
     """
 
     parameter: torch.Tensor
     known: bool = False
+    stepped: bool = False
     hooked: bool = False
     stepping: bool = False
     outcome: Outcome = "applied"
     found_inf: _FoundInf | None = None
     sent: tuple[weakref.ref[torch.Tensor], int] | None = None
+    values: str | None = None
 
     def settled(self) -> Outcome:
         """What became of the gradient so far."""
@@ -72,6 +79,11 @@ class _Parameter:
         """Take note of the gradient, which DDP hands over as it is: a mean is written into it."""
         gradient = self.parameter.grad
         self.sent = None if gradient is None else (weakref.ref(gradient), gradient._version)
+
+    def is_gone(self) -> None:
+        """The gradient is none, or zeros, and no optimizer has taken it."""
+        by_hand = self.values is not None and self.values != digest(local_part(self.parameter))
+        self.outcome = "applied" if by_hand else "dropped"
 
     @property
     def unwritten(self) -> bool:
@@ -133,6 +145,8 @@ class Outcomes:
             if (record := self._records.get(name)) is not None:
                 record.outcome, record.found_inf = "applied" if self.joined else "held", None
                 record.is_sent()
+                asked = not record.stepped and (record.known or not self._searched)
+                record.values = digest(local_part(record.parameter)) if asked else None
 
     def of(self, name: str) -> Outcome:
         """See engine.Outcomes."""
@@ -149,15 +163,16 @@ class Outcomes:
         for record in self._records.values():
             if record.settled() == "held":
                 if (gradient := record.parameter.grad) is None:
-                    record.outcome = "dropped"
+                    record.is_gone()
                 else:
-                    held.append((record, getattr(gradient, "_local_tensor", gradient)))
+                    held.append((record, local_part(gradient)))
         # A wait for each device, where gradients accumulate over exchanges or are set to zero.
         for device in {gradient.device for _, gradient in held}:
             here = [pair for pair in held if pair[1].device == device]
             counts = torch.stack([gradient.count_nonzero() for _, gradient in here]).tolist()
             for (record, _), count in zip(here, counts, strict=True):
-                record.outcome = "held" if count else "dropped"
+                if not count:
+                    record.is_gone()
 
     def write_unused(self, means: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Behind a pass of DDP, which writes no mean where no rank had a gradient in it.
@@ -209,7 +224,7 @@ class Outcomes:
         flag = getattr(optimizer, "found_inf", None)
         found_inf = _FoundInf(flag) if isinstance(flag, torch.Tensor) else None
         for record in self._of(optimizer):
-            record.known = True
+            record.known = record.stepped = True
             # One of the closure's, or one that the step was made with, and may have cleared.
             has_gradient = record.stepping or record.parameter.grad is not None
             if record.outcome == "held" and has_gradient:
@@ -236,6 +251,11 @@ def _stepped(reference: weakref.ref[Outcomes], optimizer: Any, *_: Any) -> None:
 def _reached(reference: weakref.ref[Outcomes], _: torch.Tensor) -> None:
     if (outcomes := reference()) is not None:
         outcomes.reached()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that may be sharded."""
+    return getattr(tensor, "_local_tensor", tensor)
 
 
 def digest(tensor: torch.Tensor) -> str:
