@@ -56,6 +56,7 @@ class DeferredCheck:
 
     result: Callable[[], Any]
 
+    @torch.compiler.disable  # of a compiled optimizer.step: what ranks exchange is no graph
     def __call__(self) -> Any:
         return self.result()
 
@@ -188,6 +189,7 @@ class GradientHook:
         if (optimizer := self._optimizer()) is not None:
             vars(optimizer).pop("_allreduce_grad_async", None)
 
+    @torch.compiler.disable
     def __call__(self, parameter: torch.Tensor) -> tuple[Any, Any]:
         """Send a gradient; Horovod calls this for each, in the backward pass or after it."""
         optimizer = self._optimizer()

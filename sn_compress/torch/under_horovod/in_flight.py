@@ -38,6 +38,7 @@ class PlainHandle:
     factor: float  # from the mean to what was asked for
     dtype: torch.dtype
 
+    @torch.compiler.disable
     def finish(self, reduced: torch.Tensor) -> torch.Tensor:
         self.memory.mark_all_sent()
         self.memory.engine.learn(self.name, reduced.detach().float() / self.factor)
@@ -54,6 +55,7 @@ class RoundsHandle:
     complete: Callable[[], object]  # of all that is on its way
     result: torch.Tensor | None = None
 
+    @torch.compiler.disable
     def finish(self, token: torch.Tensor) -> torch.Tensor:
         self.complete()  # also where all has arrived already: the step has come to its end
         assert self.result is not None
@@ -75,6 +77,7 @@ class FusedHandle:
     send: Callable[[torch.Tensor, str], int]  # as Horovod's optimizer would send it by itself
     complete: Callable[[], object]
 
+    @torch.compiler.disable
     def finish(self, token: torch.Tensor) -> torch.Tensor:
         self.complete()
         return self.tensor
