@@ -77,8 +77,8 @@ def synchronize(
 
     broadcast : brings the root's object
     gather : collects an object of every rank; None where there are no nodes
-    mean_over : of a tensor's name, its elements and what this rank remembers of it, if it does, the
-        mean over the ranks that do, [n]
+    mean_over : of a tensor's name, its elements and what this rank has yet to send of it, None if
+        it does not know the tensor, the mean over the ranks that do, [n]
     """
     exchange = engine.exchange
     mine = {
@@ -89,7 +89,7 @@ def synchronize(
     if gather is not None:
         state = with_rest(state, mine, gather)
     residuals = {
-        name: mean_over(name, n, exchange.residual(name) if exchange.remembers(name) else None)
+        name: mean_over(name, n, exchange.unsent(name))
         for name, n in sorted(exchange.sizes(state).items())
     }
     exchange.load_with_residuals(state, residuals)
