@@ -258,6 +258,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+@torch.compiler.disable  # asked for when an optimizer has stepped, which may be compiled
 def digest(tensor: torch.Tensor) -> str:
     """By its bits, in the order of its indices; see weigh."""
     flat = tensor.detach().contiguous().reshape(-1)
