@@ -31,11 +31,12 @@ class MissingExtra(ModuleNotFoundError):  # noqa: N818 - it is the extra that is
 
 
 def need(library: str, by: str) -> None:
-    """Raise MissingExtra where a rim is imported without its framework, whose name is the extra."""
+    """Raise MissingExtra where a rim is imported without its framework, or without Horovod."""
     if find_spec(library) is None:
-        raise MissingExtra(
-            f"{by} needs {library}, which is not installed: pip install 'superneurons[{library}]'"
-        )
+        do = f"pip install 'superneurons[{library}]'"
+        if library == "horovod":
+            do = "scripts/build_horovod.py of this project builds one that fits your frameworks"
+        raise MissingExtra(f"{by} needs {library}, which is not installed: {do}")
 
 
 class SaturationWarning(UserWarning):

@@ -536,19 +536,25 @@ class AllReduceExchange:
         }
 
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
-        """Elements of each memory in a saved state, by name."""
-        tensors = state["tensors"].items()
-        return {
-            name: math.prod(entry["shape"])
-            for name, entry in tensors
-            if "summable" in entry or "owed" in entry
-        }
+        """Elements of each tensor in a saved state, by name.
+
+        One that has sent all, as in a dense step, is among them: other ranks may not have.
+        """
+        return {name: math.prod(entry["shape"]) for name, entry in state["tensors"].items()}
+
+    def unsent(self, name: str) -> Floats | None:
+        """What this rank has not sent of a tensor, [n] float32; None if it does not know it."""
+        if self.remembers(name):
+            return self.residual(name)
+        known = self.tensors.get(name)
+        return None if known is None else np.zeros(math.prod(known.shape), np.float32)
 
     def load_with_residuals(self, state: dict[str, Any], residuals: Mapping[str, Floats]) -> None:
         """Load another rank's state, with these residuals, [n] each, in place of its own."""
         self.load_state_dict(state)
         for name, residual in residuals.items():
-            self.tensors[name].replace(residual.astype(np.float32))
+            if self.remembers(name) or residual.any():
+                self.tensors[name].replace(residual.astype(np.float32))
 
 
 def _name(name: Any) -> str:

@@ -78,8 +78,8 @@ def synchronize(
 
     broadcast : returns the root's object
     gather : collects an object of every rank; None where there are no nodes
-    mean_over : from a tensor's name, its elements and this rank's residual, if there is one, the
-        mean over the ranks that have one, [n]
+    mean_over : from a tensor's name, its elements and what this rank has yet to send of it,
+        None if it does not know the tensor, the mean over the ranks that do, [n]
     """
     exchange = engine.exchange
     mine = {
@@ -91,7 +91,7 @@ def synchronize(
         state = with_rest(state, mine, gather)
     # Sorted, as each name is a collective, and ranks may have met tensors in another order.
     residuals = {
-        name: mean_over(name, n, exchange.residual(name) if exchange.remembers(name) else None)
+        name: mean_over(name, n, exchange.unsent(name))
         for name, n in sorted(exchange.sizes(state).items())
     }
     exchange.load_with_residuals(state, residuals)

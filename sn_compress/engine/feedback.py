@@ -181,6 +181,10 @@ class ErrorFeedback:
         """Elements of each memory in a saved state, by name."""
         return {name: registry.elements(entry) for name, entry in state["memory"].items()}
 
+    def unsent(self, name: str) -> npt.NDArray[np.float32] | None:
+        """What this rank has not sent of a tensor, [n] float32; None if it does not know it."""
+        return self.residual(name) if self.remembers(name) else None
+
     def load_with_residuals(
         self, state: dict[str, Any], residuals: Mapping[str, npt.NDArray[np.float32]]
     ) -> None:

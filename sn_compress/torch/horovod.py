@@ -15,12 +15,12 @@ from functools import cache, partial
 from types import FrameType
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from ..collective import Buckets, Gradient
 from ..errors import CompressError
 from ..settings import Settings
+from .under_horovod import hvd
 from .under_horovod.agreement import (
     CheckedHandle,
     Elastic,
@@ -75,6 +75,7 @@ _of_calls: OrderedDict[tuple[Settings, int], OptimizerState] = OrderedDict()  # 
 _MOST_CALLS = 64
 
 
+@torch.compiler.disable
 def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tuple[Any, Any]:
     """Start the exchange of one gradient; see Compression.compress."""
     wire, ctx = _ask(tensor, find_caller(frame, tensor), settings)

@@ -5,6 +5,9 @@ was exchanged and not applied is either still in it, and this pass accumulates, 
 discriminator through which the generator's loss went, a step that the loop rejected or a loss
 scaler skipped. What compression left out of a dropped gradient must not be sent later.
 
+Before the first step of an optimizer that holds a parameter, one whose values have changed since
+its gradient was sent was updated by hand: the gradient counts as applied.
+
 Each rank decides by itself: `.grad` holds the ranks' mean, so ranks that run one program decide
 alike. A parameter that no optimizer of torch holds is unknown, as where a loop updates it by hand,
 or an optimizer holds a copy in another precision: its gradients count as applied.
@@ -47,19 +50,23 @@ class _Parameter:
     """One parameter, and what became of its last exchanged gradient.
 
     known : whether an optimizer of torch holds it, or has ever stepped it
+    stepped : whether one has ever stepped it
     hooked : whether `reached` is called in backward passes that reach it
     stepping : whether it had a gradient when the running step of an optimizer began
     found_inf : that of a fused optimizer whose step applied the gradient, or skipped it
     sent : the gradient when it was sent, and how often it had been written to
+    values : a digest of the parameter when its gradient was sent; None: nobody asks for it
     """
 
     parameter: torch.Tensor
     known: bool = False
+    stepped: bool = False
     hooked: bool = False
     stepping: bool = False
     outcome: Outcome = "applied"
     found_inf: _FoundInf | None = None
     sent: tuple[weakref.ref[torch.Tensor], int] | Literal[False] = False
+    values: str | None = None
 
     def settled(self) -> Outcome:
         """What became of the gradient so far."""
@@ -67,6 +74,11 @@ class _Parameter:
             self.outcome = "held"
         self.found_inf = None
         return self.outcome if self.known else "unknown"
+
+    def is_gone(self) -> None:
+        """The gradient is none, or zeros, and no optimizer has taken it."""
+        by_hand = self.values is not None and self.values != digest(local_part(self.parameter))
+        self.outcome = "applied" if by_hand else "dropped"
 
     @property
     def unwritten(self) -> bool:
@@ -126,6 +138,8 @@ class Outcomes:
                 # Its version as well: DDP writes the mean into the same tensor, if it writes one.
                 gradient = record.parameter.grad
                 record.sent = gradient is not None and (weakref.ref(gradient), gradient._version)
+                asked = not record.stepped and (record.known or not self._searched)
+                record.values = digest(local_part(record.parameter)) if asked else None
 
     def of(self, name: str) -> Outcome:
         """See engine.Outcomes."""
@@ -142,15 +156,16 @@ class Outcomes:
         for record in self._records.values():
             if record.settled() == "held":
                 if (gradient := record.parameter.grad) is None:
-                    record.outcome = "dropped"
+                    record.is_gone()
                 else:
-                    held.append((record, getattr(gradient, "_local_tensor", gradient)))
+                    held.append((record, local_part(gradient)))
         # A wait for each device, where gradients accumulate over exchanges or are set to zero.
         for device in {gradient.device for _, gradient in held}:
             here = [pair for pair in held if pair[1].device == device]
             counts = torch.stack([gradient.count_nonzero() for _, gradient in here]).tolist()
             for (record, _), count in zip(here, counts, strict=True):
-                record.outcome = "held" if count else "dropped"
+                if not count:
+                    record.is_gone()
 
     def write_unused(self, means: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write means that DDP did not write, as no rank had a gradient; called after the pass.
@@ -198,7 +213,7 @@ class Outcomes:
         flag = getattr(optimizer, "found_inf", None)
         found_inf = _FoundInf(flag) if isinstance(flag, torch.Tensor) else None
         for record in self._of(optimizer):
-            record.known = True
+            record.known = record.stepped = True
             # After the step if its closure computed the gradient; else before it, as a step may
             # end with zero_grad.
             has_gradient = record.stepping or record.parameter.grad is not None
@@ -241,6 +256,12 @@ def _reached(reference: weakref.ref[Outcomes], _: torch.Tensor) -> None:
         outcomes.reached()
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of a tensor that may be sharded."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@torch.compiler.disable  # asked for when an optimizer has stepped, which may be compiled
 def digest(tensor: torch.Tensor) -> str:
     """By its bits, in the order of its indices; see weigh."""
     flat = tensor.detach().contiguous().reshape(-1)

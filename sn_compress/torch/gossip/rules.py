@@ -113,6 +113,7 @@ class Gossip:
 
     # A step
 
+    @torch.compiler.disable  # of a compiled optimizer.step: what ranks exchange is no graph
     def step(self, inner: Callable[..., Any], closure: Any) -> Any:
         """One step of the optimizer and of gossip."""
         for parameter in self._trained():

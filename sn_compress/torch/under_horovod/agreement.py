@@ -223,6 +223,7 @@ class CheckedHandle:
         )
         return cls(memory, optimizer, fingerprint, memory.engine.sameness.steps - 1, handle, inner)
 
+    @torch.compiler.disable
     def finish(self, reduced: Any) -> Any:
         """Finish for Horovod; CompressError, on every rank, if parameters differ."""
         memory, sets = self.memory, self.optimizer.process_set
@@ -244,9 +245,17 @@ def _idle_state(optimizer: Any) -> OptimizerState:
     return memory
 
 
+def _settled_state(optimizer: Any) -> OptimizerState:
+    """The same, without what was left of gradients that the loop has dropped."""
+    memory = _idle_state(optimizer)
+    memory.outcomes.look()
+    memory.engine.transaction.settle()
+    return memory
+
+
 def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
     """See Compression.residuals."""
-    memory = _idle_state(optimizer)
+    memory = _settled_state(optimizer)
     engine = memory.engine
     # By nodes a residual is one of the node's mean, 1 / ranks of it as one of a rank's gradient.
     by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
@@ -268,8 +277,7 @@ def restart(optimizer: Any, residuals: Any) -> NoReturn:
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
     """See Compression.state_dict; of torch tensors, for torch.load(weights_only=True)."""
-    memory, place = _idle_state(optimizer), _place(optimizer)
-    memory.outcomes.look()  # what was left out of a dropped gradient is not saved
+    memory, place = _settled_state(optimizer), _place(optimizer)
     engine = memory.engine
     state = engine_state.state_dict(engine, **place)
     state["hierarchy"] = saved_place(memory.nodes, memory.loaded, place["ranks"])
@@ -298,7 +306,7 @@ def _place(optimizer: Any) -> dict[str, int]:
 
 def synchronize(optimizer: Any, root_rank: int) -> None:
     """See Compression.synchronize."""
-    memory, sets = _idle_state(optimizer), optimizer.process_set
+    memory, sets = _settled_state(optimizer), optimizer.process_set
     memory.reset()
     everyone = sets.process_set_id == 0  # only all ranks together go by nodes
 

@@ -52,6 +52,10 @@ class Caller:
 class CallableHandle(partial[Any]):
     """What Horovod keeps as the handle of a gradient of ours, and calls for its result."""
 
+    @torch.compiler.disable  # of a compiled optimizer.step: what ranks exchange is no graph
+    def __call__(self) -> Any:
+        return super().__call__()
+
 
 def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
     """Read the caller from the frames above `compress`; CompressError if it is not Horovod."""
@@ -176,6 +180,7 @@ class GradientHook:
         if (optimizer := self._optimizer()) is not None:
             vars(optimizer).pop("_allreduce_grad_async", None)
 
+    @torch.compiler.disable
     def __call__(self, parameter: torch.Tensor) -> tuple[Any, Any]:
         """Send a gradient; Horovod calls this for each, in the backward pass or after it."""
         optimizer = self._optimizer()

@@ -37,6 +37,7 @@ class PlainHandle:
     factor: float  # from the mean to what was asked for
     dtype: torch.dtype
 
+    @torch.compiler.disable
     def finish(self, reduced: torch.Tensor) -> torch.Tensor:
         self.memory.mark_all_sent()
         self.memory.engine.learn(self.name, reduced.detach().float() / self.factor)
@@ -53,6 +54,7 @@ class RoundsHandle:
     complete: Callable[[], object]  # all exchanges of the step
     result: torch.Tensor | None = None
 
+    @torch.compiler.disable
     def finish(self, token: torch.Tensor) -> torch.Tensor:
         self.complete()  # even if the mean is here: only this ends the step
         assert self.result is not None
@@ -74,6 +76,7 @@ class FusedHandle:
     send: Callable[[torch.Tensor, str], int]  # as Horovod's optimizer would send it by itself
     complete: Callable[[], object]
 
+    @torch.compiler.disable
     def finish(self, token: torch.Tensor) -> torch.Tensor:
         self.complete()
         return self.tensor

@@ -190,12 +190,15 @@ def steps_that_clear_gradients_have_applied_them():
 
 
 def nothing_is_lost_before_the_first_step():
-    """Passes that warm a program up are thrown away; without an optimizer, all are applied."""
+    """Passes that warm a program up are thrown away; updated by hand, all are applied.
+
+    Also where an optimizer holds the parameters, and never steps.
+    """
     for compression in LOSSY:
-        for by_hand in (False, True):
+        for by_hand, holds in ((False, True), (True, False), (True, True)):
             model = net()
             ddp, state = hooked(model, compression)
-            optimizer, ledger = None if by_hand else sgd(model), Ledger(model)
+            optimizer, ledger = sgd(model) if holds else None, Ledger(model)
             for step in range(9):
                 warms_up = not by_hand and step < 3
                 ddp.zero_grad()
@@ -206,9 +209,8 @@ def nothing_is_lost_before_the_first_step():
                 loss_of(ddp, step).backward()
                 ledger.pay()
                 if by_hand:
-                    with torch.no_grad():
-                        for parameter in model.parameters():
-                            parameter -= 0.05 * parameter.grad
+                    for parameter in model.parameters():
+                        parameter.data -= 0.05 * parameter.grad
                 else:
                     optimizer.step()
             ledger.check(state)

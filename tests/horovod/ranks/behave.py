@@ -358,7 +358,65 @@ def what_is_thrown_away_leaves_no_trace():
         assert_equal(plain[0], dropped[0], way)
 
 
+def what_was_dropped_last_has_no_residual():
+    """Behind the last step of a loop, when no backward pass asks any more."""
+    for way in (GATHER.using(theta=0.9), SHARED.using(every=100)):
+        model, optimizer = fresh(way)
+        train(model, optimizer, range(5))
+        before = {n: r.clone() for n, r in way.residuals(optimizer).items()}
+        optimizer.zero_grad()
+        backward(model, 9, 1e4)
+        optimizer.synchronize()
+        optimizer.zero_grad()
+        assert before
+        assert_equal(before.values(), way.residuals(optimizer).values(), way)
+
+
+def what_a_rank_that_joined_has_yet_to_send_is_not_lost():
+    """The last rank's last step was dense and left nothing to send; the others' is left."""
+    way = SHARED.using(warmup=1, every=4)
+    model, optimizer = fresh(way)
+    train(model, optimizer, range(4))
+    left = {
+        name: hvd.broadcast(values, 0, name=f"left.{name}")
+        for name, values in way.residuals(optimizer).items()
+    }
+    if hvd.rank() == hvd.size() - 1:
+        train(model, optimizer, [4])
+    last = hvd.join()
+    way.synchronize(optimizer, root_rank=last)
+    assert last == hvd.size() - 1
+    found = way.residuals(optimizer)
+    assert found.keys() == left.keys(), found.keys()
+    for name, values in left.items():
+        due = values / hvd.size()
+        assert (found[name] - due).norm() < 1e-5 * due.norm(), name
+
+
+def a_compiled_step_is_as_an_eager_one():
+    """Also where it sends gradients itself, as those that were set by hand."""
+    for way in (GATHER.using(theta=0.9), SHARED.using(check_every=2)):
+        ends = []
+        for compiled in (False, True):
+            model, optimizer = fresh(way)
+            update = optimizer.step
+            if compiled:
+                update = torch.compile(update, backend="eager")
+            for step in range(5):
+                optimizer.zero_grad()
+                if step % 2:
+                    backward(model, step)
+                else:
+                    for parameter in model.parameters():
+                        parameter.grad = batch(step, *parameter.shape)
+                update()
+            ends.append([p.detach().clone() for p in model.parameters()])
+        assert_equal(*ends, way)
+
+
 CASES = [
+    what_was_dropped_last_has_no_residual, what_a_rank_that_joined_has_yet_to_send_is_not_lost,
+    a_compiled_step_is_as_an_eager_one,
     a_gradient_is_exchanged_once, gradients_of_two_passes_are_exchanged_once,
     ranks_that_exchange_again_alone_are_told, what_is_thrown_away_leaves_no_trace,
     bare_computes_ffts, plain_allreduce_that_shares, casts_are_added_up_in_float32,
