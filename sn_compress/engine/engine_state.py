@@ -46,7 +46,7 @@ def load_state_dict(
     rank: int,
     changes: Callable[[dict[str, Any]], Changes] = lambda state: {},
     mean: bool = False,
-    names: Collection[str] | None = None,
+    check: Callable[[Collection[str]], None] = lambda names: None,
 ) -> None:
     """Take over this rank's state, or the list of all ranks' states, in order of rank.
 
@@ -56,13 +56,13 @@ def load_state_dict(
 
     changes : from a saved state, what to do with the memories of tensors that lie otherwise now
     mean : take the mean of a list from as many ranks as there are now, too
-    names : of all tensors there are now: what is remembered of another one would never be sent
+    check : of the names of all that is remembered; raises where a tensor is another one now, whose
+        memory would never be sent, or sent with gradients that are not its own
     """
     with reading("the saved state"):
         all_states = [state] if isinstance(state, dict) else list(state)
         states = all_states if mean else _chosen(state, ranks, rank)
-        if names is not None:
-            _check_names(states, names)
+        check({str(name) for state in states for name in _remembered(state)})
         _load(engine, states, changes(states[0]))
 
 
@@ -179,10 +179,13 @@ def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
     return states
 
 
-def _check_names(states: Sequence[dict[str, Any]], names: Collection[str]) -> None:
+def _remembered(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state["feedback"]["memory"], **state["shared"]["tensors"]}
+
+
+def check_names(names: Collection[str], remembered: Collection[str]) -> None:
     """Raise CompressError for a memory of a tensor that there is not, as of a renamed one."""
-    remembered = [{**state["feedback"]["memory"], **state["shared"]["tensors"]} for state in states]
-    if unknown := sorted({str(name) for memory in remembered for name in memory} - set(names)):
+    if unknown := sorted(set(remembered) - set(names)):
         raise CompressError(
             f"the saved state remembers {_some(unknown)}, which the model does not have; expected "
             f"its names: {_some(sorted(names)) or 'none were given'}. Pass the named_parameters "
