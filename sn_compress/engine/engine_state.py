@@ -47,7 +47,7 @@ def load_state_dict(
     rank: int,
     changes: Callable[[dict[str, Any]], Changes] = lambda state: {},
     mean: bool = False,
-    names: Collection[str] | None = None,
+    check: Callable[[Collection[str]], None] = lambda names: None,
 ) -> None:
     """Load this rank's state, or the list of all ranks' states, in order of rank.
 
@@ -57,13 +57,13 @@ def load_state_dict(
 
     changes : from a saved state, what to do with memories of tensors whose layout has changed
     mean : load the mean of a list from as many ranks as there are now, too
-    names : of all tensors there are now: what is remembered of another one would never be sent
+    check : called with the names of all that is remembered; raises where one is of another tensor
+        now, whose memory would never be sent, or would be sent with gradients that are not its own
     """
     with reading("the saved state"):
         all_states = [state] if isinstance(state, dict) else list(state)
         states = all_states if mean else _chosen(state, ranks, rank)
-        if names is not None:
-            _check_names(states, names)
+        check({str(name) for state in states for name in _remembered(state)})
         _load(engine, states, changes(states[0]))
 
 
@@ -183,10 +183,13 @@ def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
     return states
 
 
-def _check_names(states: Sequence[dict[str, Any]], names: Collection[str]) -> None:
+def _remembered(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state["feedback"]["memory"], **state["shared"]["tensors"]}
+
+
+def check_names(names: Collection[str], remembered: Collection[str]) -> None:
     """Raise CompressError for a memory of a tensor that does not exist, as of a renamed one."""
-    remembered = [{**state["feedback"]["memory"], **state["shared"]["tensors"]} for state in states]
-    if unknown := sorted({str(name) for memory in remembered for name in memory} - set(names)):
+    if unknown := sorted(set(remembered) - set(names)):
         raise CompressError(
             f"the saved state remembers {_some(unknown)}, which the model does not have; expected "
             f"its names: {_some(sorted(names)) or 'none were given'}. Pass the named_parameters "

@@ -134,9 +134,10 @@ class Averaging:
 
     def _plain(self, gradients: list[Any], names: list[str], group: str | None) -> list[Any]:
         """The means of gradients that travel as Horovod does it."""
-        ours = hasattr(self.compression, "settings")
+        # Without one of Horovod's, too: it has no bfloat16.
+        plain = hasattr(self.compression, "settings") or self.compression is hvd.Compression.none
         how = {
-            "compression": Plain if ours else self.compression,
+            "compression": Plain if plain else self.compression,
             "op": self.op,
             "process_set": self.process_set,
             **self.scales,
@@ -501,8 +502,15 @@ class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = [v.value for v in (*self.model.weights, *optimizer.variables)]
-        if self.process_set.included():
-            hvd.broadcast_variables(variables, self.root_rank, process_set=self.process_set)
+        if not self.process_set.included():
+            return
+        # Horovod has no bfloat16.
+        narrow = [v for v in variables if v.dtype == tf.bfloat16]
+        wide = [tf.Variable(tf.cast(v, tf.float32), trainable=False) for v in narrow]
+        others = [v for v in variables if v.dtype != tf.bfloat16]
+        hvd.broadcast_variables([*others, *wide], self.root_rank, process_set=self.process_set)
+        for variable, value in zip(narrow, wide, strict=True):
+            variable.assign(tf.cast(value, tf.bfloat16))
 
 
 class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc]

@@ -538,7 +538,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._end_graphs()
         place = _place()
         fits = state | place if isinstance(state, dict) else loadable(state, place["ranks"])
-        engine_state.load_state_dict(self.engine, fits, ranks=place["ranks"], rank=place["rank"])
+        engine_state.load_state_dict(
+            self.engine, fits, ranks=place["ranks"], rank=place["rank"],
+            check=self.variables.expect,
+        )  # fmt: skip
         self.nodes.load([state] if isinstance(state, dict) else list(state))
         self.outcomes.marks.clear()
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 import tensorflow as tf
-from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from ..errors import CompressError
 
@@ -113,7 +113,9 @@ def functions_of(frame: FrameType | None) -> list[Any]:
     functions: list[Any] = []
     while frame is not None:
         owner = frame.f_locals.get("self")
-        if isinstance(owner, Function) and all(owner is not other for other in functions):
+        if isinstance(owner, polymorphic_function.Function) and all(
+            owner is not other for other in functions
+        ):
             functions.append(owner)
         frame = frame.f_back
     return functions
@@ -157,6 +159,10 @@ def forget(function: Any) -> None:
         for traced in (function._variable_creation_config, function._no_variable_creation_config):
             if traced is not None:
                 traced.function_cache.clear()
+        # Traced again on purpose, it is none that TensorFlow has to warn about.
+        tracings = polymorphic_function._frequent_tracing_detector_manager
+        with tracings._lock:
+            tracings._detectors.pop(function._key_for_call_stats, None)
     except AttributeError as error:
         raise CompressError(
             f"TensorFlow {tf.__version__} stores the traces of a tf.function elsewhere than "

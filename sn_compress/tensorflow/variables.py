@@ -11,7 +11,7 @@ unknown, as where a loop only looks at gradients: its gradients count as applied
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -58,6 +58,7 @@ class Variables:
     def __init__(self) -> None:
         self._slot_of: dict[str, int] = {}
         self._names: list[str] = []
+        self._saved: dict[int, str] = {}  # names in a memory that was loaded, by slots
 
     def slots(self, handles: Iterable[str]) -> list[int]:
         """Those of variables, by the texts of their handles."""
@@ -70,10 +71,27 @@ class Variables:
                     "TensorFlow 2.21 writes it. Please report your version of TensorFlow."
                 )
             if match[1] not in self._slot_of:
-                self._slot_of[match[1]] = len(self._names)
-                self._names.append(f"{len(self._names)}:{match[1].rpartition('/')[0]}")
+                slot = len(self._names)
+                name = f"{slot}:{match[1].rpartition('/')[0]}"
+                _check_saved(self._saved, slot, name)
+                self._slot_of[match[1]] = slot
+                self._names.append(name)
             slots.append(self._slot_of[match[1]])
         return slots
+
+    def expect(self, names: Collection[str]) -> None:
+        """Take the names of a memory that is loaded.
+
+        Raises CompressError if a variable has another one; where that is not known yet, its first
+        exchange does.
+        """
+        pairs = [name.partition(":") for name in names]
+        saved = {
+            int(slot): f"{slot}:{name}" for slot, mark, name in pairs if mark and slot.isdecimal()
+        }
+        for slot, name in enumerate(self._names):
+            _check_saved(saved, slot, name)
+        self._saved = saved
 
     def knows(self, handle: str) -> bool:
         """Whether gradients of a variable of this handle were exchanged."""
@@ -83,6 +101,15 @@ class Variables:
     def name(self, slot: int) -> str | None:
         """What the memory of a variable is kept under: "0:kernel" for the first one."""
         return None if slot == NO_VARIABLE else self._names[slot]
+
+
+def _check_saved(saved: Mapping[int, str], slot: int, name: str) -> None:
+    if saved.get(slot, name) != name:
+        raise CompressError(
+            f"the saved memory is of {saved[slot]!r} where the gradient of {name!r} is exchanged; "
+            "expected the same variables in the same order. Build the model, and call its tapes, "
+            "as before saving; where variables have changed, begin without the memory."
+        )
 
 
 def fingerprint_of_variables(variables: Sequence[Any]) -> list[tuple[str, str]]:

@@ -405,7 +405,7 @@ class CompressionState:
     ) -> None:
         engine_state.load_state_dict(
             self.engine, state, ranks=self.ranks, rank=self.rank, mean=mean,
-            names=[name for _, name in self.names.known()],
+            check=partial(engine_state.check_names, [name for _, name in self.names.known()]),
             changes=lambda saved: changes_of(self.names.known(), saved.get("layout", {})),
         )  # fmt: skip
 

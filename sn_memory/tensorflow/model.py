@@ -89,9 +89,11 @@ def as_specs(arguments: Any) -> Any:
     """Return a structure with tensor specifications in the place of tensors and arrays."""
 
     def spec(leaf: Any) -> Any:
-        if isinstance(leaf, tf.TensorSpec | tf.Variable) or not _is_array(leaf):
+        if isinstance(leaf, tf.TypeSpec | tf.Variable):
             return leaf
-        return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype))
+        if _is_composite(leaf):
+            return tf.type_spec_from_value(leaf)
+        return tf.TensorSpec(leaf.shape, tf.as_dtype(leaf.dtype)) if _is_array(leaf) else leaf
 
     return tf.nest.map_structure(spec, arguments)
 
@@ -100,18 +102,27 @@ def as_tensors(sample: Any) -> tuple[Any, ...]:
     """Return the arguments of a sample, arrays as tensors."""
     args = sample if isinstance(sample, tuple) else (sample,)
     converted: tuple[Any, ...] = tf.nest.map_structure(
-        lambda leaf: tf.convert_to_tensor(leaf) if _is_array(leaf) else leaf, args
+        lambda leaf: (
+            tf.convert_to_tensor(leaf) if _is_array(leaf) and not _is_composite(leaf) else leaf
+        ),
+        args,
     )
     return converted
 
 
 def has_values(sample: Any) -> bool:
-    """Say whether a sample can be run: it holds no tf.TensorSpec."""
-    return not any(isinstance(leaf, tf.TensorSpec) for leaf in tf.nest.flatten(sample))
+    """Say whether a sample can be run: it holds no tf.TensorSpec, or that of a ragged tensor."""
+    return not any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(sample))
 
 
 def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+
+
+def _is_composite(leaf: Any) -> bool:
+    """Whether a leaf is several tensors, as a RaggedTensor is."""
+    # A variable is composite, too.
+    return isinstance(leaf, tf.__internal__.CompositeTensor) and not isinstance(leaf, tf.Variable)
 
 
 def twin_of(model: Any, mixin: type) -> Any:
@@ -135,9 +146,20 @@ def twin_of(model: Any, mixin: type) -> Any:
     return twin
 
 
+def without_warning(function: Any) -> Any:
+    """Have TensorFlow not warn that a tf.function is traced often.
+
+    It counts by the function's code: where one is made anew for each model or kind of input, that
+    looks like one function that is traced again and again.
+    """
+    function._omit_frequent_tracing_warning = True
+    return function
+
+
 def model_step(model: Any) -> Any:
     """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
 
+    @without_warning
     @tf.function(autograph=False)
     def step(*args: Any, **kwargs: Any) -> Any:
         variables = uncast(model.trainable_variables)
@@ -165,6 +187,7 @@ def update_step(model: Any) -> Any:
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build(model.trainable_variables)
 
+    @without_warning
     @tf.function(autograph=False)
     def step(*args: Any) -> Any:
         variables = model.trainable_variables

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
+from inspect import getclosurevars
 from itertools import islice
 from typing import Any
 
@@ -28,7 +29,7 @@ from ..run.unseen import PLANNED, UnseenInput, plan_at_once
 from .eager import Program
 from .errors import TraceError, as_it_is, first_line, warn
 from .guards import Call, call_of, changed, describe, is_open, settings_of, signature_of, steady
-from .model import as_specs, model_step, restore_model, run_outside
+from .model import as_specs, model_step, restore_model, run_outside, without_warning
 from .modules.backend import LayerStep
 from .planned import KINDS, RECORD, PlanOptions, PlanRecord, Step, plain_class, plain_model
 from .target import bfc_settings
@@ -349,6 +350,11 @@ class ByKind:
             if not record.strict and not record.time.left():
                 return self.any
             function = self.make()
+            # Keras' tf.functions, of which each kind has its own.
+            for value in getclosurevars(function).nonlocals.values():
+                traced = getattr(value, "__wrapped__", value)
+                if isinstance(traced, tf.types.experimental.PolymorphicFunction):
+                    without_warning(traced)
             # Which `make` has replaced by Keras' own.
             self.model.train_function = self
         self.functions[kind] = function

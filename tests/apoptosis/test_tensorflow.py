@@ -125,11 +125,15 @@ def test_duplicates_change_nothing_in(case):
 
 
 def optimizer_of(kind, rate):
+    if kind == "LossScaleOptimizer":
+        return keras.optimizers.LossScaleOptimizer(optimizer_of("Adam", rate), initial_scale=1.0)
     settings = {"momentum": 0.9} if kind == "SGD" else {}
     return getattr(keras.optimizers, kind)(learning_rate=rate, **settings)
 
 
-@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam"])
+@pytest.mark.parametrize(
+    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "LossScaleOptimizer"]
+)
 def test_the_next_step_is_that_of_the_small_net(kind):
     model, inputs = convolutions(dropout=0.0), images()
     duplicate(model, ["one", "norm"])

@@ -169,6 +169,39 @@ def test_objects_in_results_are_not_planned_as_ops_and_gradients_go_through_them
     assert rim.verify(planned, x).difference < 1e-5
 
 
+class Bag(keras.Model):
+    """Means of rows whose number differs, of a ragged tensor; the second argument may be left out.
+
+    Rows are of one tensor as well.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [keras.layers.Dense(64, "gelu") for _ in range(4)]
+
+    def call(self, x, weights=None):
+        values = x.values if isinstance(x, tf.RaggedTensor) else x
+        for block in self.blocks:
+            values = block(values)
+        return values if weights is None else values * weights
+
+
+def test_a_ragged_sample_and_an_argument_that_is_none_are_planned_by_layers():
+    rows = normal(4096, 64)
+    ragged = tf.RaggedTensor.from_row_lengths(rows, [1000, 3000, 96])
+    model = Bag()
+    model(rows)
+    with pytest.raises(rim.TraceError, match="holds a RaggedTensor"):
+        rim.plan(model, ragged, "100%", profile=False, backend="graph")
+    for sample in (ragged, (rows, None)):
+        planned = rim.plan(model, sample, "80%", profile=False, backend="layers")
+        assert planned.sn_memory.plan.decided("recompute")
+        assert rim.verify(planned, sample).difference < 1e-5
+    specs = tf.type_spec_from_value(ragged)
+    with pytest.raises(rim.TraceError, match="Pass a tensor"):
+        rim.plan(model, specs, "80%", profile=False, backend="layers")
+
+
 def test_fit_with_weights_of_samples_and_a_metric():
     x, y = np.random.default_rng(0).normal(size=(2, 64, 32)).astype(np.float32)
     weights = np.linspace(0, 1, 64, dtype=np.float32)

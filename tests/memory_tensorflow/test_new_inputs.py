@@ -1,6 +1,7 @@
 """Inputs that nobody planned for, while training: within the budget at first sight, and equal."""
 
 import gc
+import logging
 import weakref
 
 import keras
@@ -101,6 +102,24 @@ def test_what_no_plan_is_small_enough_for_is_planned_at_once(searched):
     assert kept(budgeted, rows(1090))
     assert budgeted.sn_memory.kinds[-1].how.startswith("carried over from the plan of")
     assert len(searched) == 1
+
+
+def test_many_kinds_are_no_alarm():
+    """TensorFlow warns of code that is traced often, also where each kind has a function."""
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    budgeted = rim.plan(mlp(), rows(64), "100%", **SETTINGS)
+    budgeted.compile("sgd", "mse")
+    tf.get_logger().addHandler(handler)
+    try:
+        for n in range(40, 48):
+            budgeted.train_on_batch(rows(n), rows(n, 1))
+            rim.verify(budgeted, rows(n))
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert len(budgeted.sn_memory.kinds) == 9
+    assert not [message for message in heard if "retracing" in message], heard
 
 
 def test_settings_and_what_trains_are_planned_for_too():

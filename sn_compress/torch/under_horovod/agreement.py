@@ -293,7 +293,7 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     fits = arrays | place if one else loadable(arrays, place["ranks"])
     engine_state.load_state_dict(
         memory.engine, fits, ranks=place["ranks"], rank=place["rank"],
-        names=list(optimizer._parameter_names.values()),
+        check=partial(engine_state.check_names, list(optimizer._parameter_names.values())),
     )  # fmt: skip
     memory.loaded = [arrays] if one else list(arrays)
 

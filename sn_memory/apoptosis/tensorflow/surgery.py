@@ -246,7 +246,9 @@ class Pruner:
     def __init__(self, graph: Any, optimizer: Any) -> None:
         operations = [node.operation for node in calls_of(graph)]
         self.layers = {one.name: one for one in operations if hasattr(one, "variables")}
-        self.optimizer = optimizer
+        # A LossScaleOptimizer leaves all that is kept of variables to the one inside.
+        self.optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+        self._outer = optimizer
         self._carried: dict[str, Any] = {}
 
     def take_residuals(self) -> None:
@@ -296,10 +298,11 @@ class Pruner:
 
     def renew(self) -> None:
         """Let the optimizer find its state by the tensors that variables hold now."""
-        trained = getattr(self.optimizer, "_trainable_variables", [])
-        places = {self.optimizer._var_key(held): place for place, held in enumerate(trained)}
-        if places:
-            self.optimizer._trainable_variables_indices = places
+        for optimizer in (self.optimizer, self._outer):
+            trained = getattr(optimizer, "_trainable_variables", [])
+            places = {optimizer._var_key(held): place for place, held in enumerate(trained)}
+            if places:
+                optimizer._trainable_variables_indices = places
 
     def unknown_state(self, name: str) -> str | None:
         """Return the name of state that is neither one number nor shaped like the variable."""

@@ -25,7 +25,16 @@ from ...run.measured_choice import MeasuredPlan, measured_plan, min_recompute
 from ..errors import TraceError
 from ..guards import Call, Settings, opaque, tensors_in
 from ..memory import MARK, Allocations, bytes_of, has_statistics, main_device
-from ..model import as_specs, has_values, model_step, put_back, restore_model, twin_of, variables_of
+from ..model import (
+    as_specs,
+    as_tensors,
+    has_values,
+    model_step,
+    put_back,
+    restore_model,
+    twin_of,
+    variables_of,
+)
 from ..trace import kernels
 from ..trace.small_blocks import small_bytes
 from .rerun import Chain, Item, Section, chains_of, crossing, run_again, run_in_sections, watched
@@ -295,9 +304,9 @@ class LayerStep:
                 "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
                 "tensor, or change the model so that it can be traced."
             )
-        args = tf.nest.map_structure(tf.convert_to_tensor, args)
+        args = as_tensors(args)
         variables = variables_of(model)
-        self.base_bytes = resident_bytes + sum(map(bytes_of, (*variables, *tf.nest.flatten(args))))
+        self.base_bytes = resident_bytes + sum(map(bytes_of, (*variables, *tensors_in(args))))
         self.sections: tuple[Section, ...] = ()
         self.settings: Settings = {}  # it runs the model's own call, whatever they are
         with put_back(variables), restore_model(model):
@@ -345,10 +354,12 @@ class _Search:
 
     def of_few_rows(self) -> Probe:
         """Measure a quarter of the rows, or all where these leave blocks too small to be seen."""
-        rows = {value.shape[0] if value.shape.rank else 0 for value in tf.nest.flatten(self.args)}
+        rows = {value.shape[0] if value.shape.rank else 0 for value in tensors_in(self.args)}
         count = rows.pop() // _SHARE if len(rows) == 1 else 0
         if count:
-            few = tf.nest.map_structure(lambda value: value[:count], self.args)
+            few = tf.nest.map_structure(
+                lambda value: value[:count] if isinstance(value, tf.Tensor) else value, self.args
+            )
             try:
                 probe = Probe(self.model, few, self.device)
             except Exception as error:  # noqa: BLE001 - a model may take one number of rows only

@@ -207,6 +207,20 @@ def mixed_precision():
         keras.config.set_dtype_policy("float32")
 
 
+def variables_of_bfloat16():
+    """Which Horovod itself has no type for: all of a model, with and without compression."""
+    for compression in (None, FFT):
+        keras.utils.set_random_seed(hvd.rank())
+        layers = [keras.layers.Dense(96, "tanh", dtype="bfloat16") for _ in range(2)]
+        model = keras.Sequential([keras.Input((96,)), *layers])
+        optimizer = DistributedOptimizer(keras.optimizers.SGD(0.05), compression=compression)
+        model.compile(optimizer, "mse")
+        x, _ = data()
+        history = model.fit(x, x, 8, epochs=2, verbose=0, callbacks=[BroadcastVariables()]).history
+        assert history["loss"][1] < history["loss"][0], history
+        assert_equal([v.value for v in model.weights])
+
+
 def shared():
     """The shared exchange: dense steps, then sums; resumed in its own way too."""
     fft = LowRankCompression.using(ratio=40, warmup=2, every=8)
@@ -432,7 +446,8 @@ def xla_compiled(compression):
 
 
 CASES = [
-    fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, shared, groups,
+    fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, variables_of_bfloat16,
+    shared, groups,
     process_sets, embedding, unused, schedule, callbacks, built_by_its_first_batch,
     saved_as_what_it_was, copies, in_a_multi_optimizer, resume, refusals,
 ]  # fmt: skip

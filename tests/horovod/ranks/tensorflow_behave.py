@@ -1,6 +1,7 @@
 """One rank: what a compression does in TensorFlow at the edges, one function a case."""
 
 import contextlib
+import logging
 import re
 import sys
 from functools import partial
@@ -14,6 +15,7 @@ import tensorflow as tf
 from tensors import mean_of, noise
 
 from sn_compress import CastCompression, FFTCompression, LowRankCompression
+from sn_compress.errors import CompressError
 from sn_compress.ops.casts import Cast
 from sn_compress.tensorflow.tape import memory_of
 
@@ -100,6 +102,60 @@ def retracing_keeps_the_memory():
         step(tf.constant(noise(rows, 64)))
     assert step.experimental_get_tracing_count() > 1, "this test was to trace twice"
     assert list(memory_of(fft).state_dict()["feedback"]["memory"]) == ["0:Variable"]
+
+
+def retracing_for_sizes_is_no_alarm():
+    """TensorFlow warns of code that is traced often, but not where compression has it traced."""
+
+    def traced_step(compression, variable):
+        @tf.function
+        def step(values):
+            traces.append(values)
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+                loss = tf.reduce_sum(variable * values)
+            return tape.gradient(loss, [variable])[0]
+
+        return step
+
+    heard, traces = [], []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    tf.get_logger().addHandler(handler)
+    try:
+        for _ in range(4):  # as models that are compiled one after another: of one code
+            step = traced_step(SHARED.using(), tf.Variable(noise(64, 64)))
+            for t in range(4):
+                step(tf.constant(noise(64, 64, seed=t)))
+    finally:
+        tf.get_logger().removeHandler(handler)
+    assert len(traces) >= 8, len(traces)
+    assert not [message for message in heard if "retracing" in message], heard
+
+
+def a_memory_of_other_variables_is_refused():
+    """By names, as in torch: when it is loaded, or when they are known."""
+
+    def exchange(compression, *names):
+        variables = [tf.Variable(noise(64, 64), name=name) for name in names]
+        for _ in range(3):
+            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
+                loss = tf.add_n([tf.reduce_sum(v * v) for v in variables])
+            tape.gradient(loss, variables)
+
+    for way in (FFTCompression.using(theta=0.9), SHARED):
+        saved, same, other, known = (way.using() for _ in range(4))
+        exchange(saved, "a", "b")
+        state = memory_of(saved).state_dict()
+        memory_of(same).load_state_dict(state)
+        exchange(same, "a", "b")
+        memory_of(other).load_state_dict(state)
+        with pytest.raises(Exception, match="memory is of '0:a' where the gradient of '0:b'"):
+            exchange(other, "b", "a")
+        exchange(known, "b", "a")
+        before = memory_of(known).residual("0:b")
+        with pytest.raises(CompressError, match="memory is of '0:a' where the gradient of '0:b'"):
+            memory_of(known).load_state_dict(state)
+        assert np.array_equal(memory_of(known).residual("0:b"), before)
 
 
 def not_a_number_reaches_all():
@@ -322,5 +378,6 @@ CASES = [
     sparse_travels_as_plain, doubles_and_small_tensors_travel_as_plain,
     every_type_is_averaged_or_refused,
     missing_gradients_are_left_out, plain_allreduce, refusals, damaged_payload_is_an_error,
+    retracing_for_sizes_is_no_alarm, a_memory_of_other_variables_is_refused,
     synchronize, shared_exchange_with_a_rank_that_joined, casts_are_added_up_in_float32,
 ]  # fmt: skip
