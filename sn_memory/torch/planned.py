@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import or_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,10 +18,13 @@ from ..run.unseen import TimeToPlan
 from .eager.trial import Trial
 from .model.guards import GuardCache
 from .model.signature import CallLayout, InputSignature, Name
-from .planning import PlanOptions, StateOnHost
+from .planning import PlanOptions
 from .step import Step
 from .target.allocator import StepPool
 from .trace.trace import Trace
+
+if TYPE_CHECKING:
+    from .state.model_state import ModelState
 
 # How many kinds that came while training are kept.
 KINDS = 64
@@ -207,7 +210,7 @@ class PlanRecord(PlannedRecord[Trace]):
         return replace(self.options, ends=self.inputs.ends)
 
     @property
-    def state(self) -> StateOnHost | None:
+    def state(self) -> ModelState | None:
         """All of the state, if it was planned: what lies where, and what that costs."""
         return self.options.state
 

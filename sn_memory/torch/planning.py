@@ -6,10 +6,10 @@ The planned model keeps them, so that it can be planned once more for an input o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -43,23 +43,15 @@ from .trace.fake_step import fake_step
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, resident_bytes, trace
 
+if TYPE_CHECKING:
+    from .state.model_state import ModelState
+
 log = logging.getLogger(__name__)
 
 # The searches that share the time of a step with its state: about as many as bisecting takes.
 _STATE_SEARCHES = 8
 # Relative difference between the traced baseline and the plain step's peak that needs no note.
 _BASELINE_ERROR = 0.005
-
-
-class StateOnHost(Protocol):
-    """All of the state of a model, and how a step with it is planned: `state/model_state.py`."""
-
-    @property
-    def places(self) -> Mapping[str, str]: ...
-    def replay(self, *args: Any, **settings: Any) -> Replay: ...
-    def dry_run(self, *args: Any) -> Replay: ...
-    def brought(self) -> AbstractContextManager[Any]: ...
-    def with_inputs(self, arguments: Arguments) -> Arguments: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +100,7 @@ class PlanOptions:
     trial: bool = True
     from_sqrt_n: bool = True
     was_compiled: bool = False
-    state: StateOnHost | None = None
+    state: ModelState | None = None
     # Whether the step is traced as it is after a first forward pass, which sets what it keeps.
     after_first: bool = False
     # Which outputs the backward pass begins at, as in `trace`, if steps have shown it.
@@ -522,8 +514,9 @@ class PlanOptions:
         if self.trial and self.state is not None:
             report_progress("trial", 0, 1)
             before = step
+            assert isinstance(before, Replay)  # the one back end that plans state
             step = self.state.dry_run(
-                step,
+                before,
                 model,
                 arguments,
                 lambda seen: self.replay(model, arguments, seen, self.planned_trace, self.profile),

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import count
 from operator import gt
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -90,24 +90,6 @@ def overwritten(captured: Captured) -> list[str]:
 
 Gradients = list[torch.Tensor | None]
 _NUMBERS = count(1)
-
-
-class PlainStep(Protocol):
-    """What a plan does not compute of a step: derivatives of its gradients."""
-
-    def forward_ended(self) -> None:
-        """Note how its inputs are."""
-
-    def arrived(self, gradient: torch.Tensor, planned: View) -> None:
-        """Note that the gradient of an output lies otherwise than planned."""
-
-    def retained(self) -> None:
-        """Note that a backward pass keeps the graph, and with it what the plan would free."""
-
-    def gradients(
-        self, wanted: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]
-    ) -> Gradients:
-        """Return differentiable gradients of `wanted`, given those of the outputs."""
 
 
 class Replay(Step):
@@ -229,7 +211,7 @@ class Replay(Step):
         if call is None:
             call = Call(list(model.parameters()), list(model.buffers()), None)
         parameters, buffers = call.parameters, call.buffers
-        plain: PlainStep | None = None if call.plain is None else call.plain(self)
+        plain = None if call.plain is None else call.plain(self)
         inputs = tensors((args, kwargs))
         # As in `Captured.gradients`: parameters first, then inputs; each tensor once.
         wanted: list[torch.Tensor] = [param for param in parameters if param.requires_grad]

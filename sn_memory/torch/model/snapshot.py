@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -218,12 +218,39 @@ def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by the names of its schema, defaults spelled out."""
+    return {
+        arg.name: args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
+        for at, arg in enumerate(func._schema.arguments)
+    }
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that a call writes into, in the order of its schema."""
+    named = named_arguments(func, args, kwargs)
     return [
-        args[at] if at < len(args) else kwargs.get(arg.name)
-        for at, arg in enumerate(func._schema.arguments)
+        named[arg.name]
+        for arg in func._schema.arguments
         if arg.alias_info is not None and arg.alias_info.is_write
+    ]
+
+
+def hidden_statistics(func: Any, named: dict[str, Any]) -> list[str]:
+    """Return the names of running statistics that a call updates, and its schema does not say.
+
+    Batch norm in training changes them in place. Given None there instead, it returns the same and
+    changes nothing, which is how it is run again. Its functional form returns new ones instead.
+
+    named : the arguments of the call
+    """
+    training = named.get("training") or named.get("train")
+    if not training or str(func.overloadpacket).endswith("_functional"):
+        return []
+    return [
+        arg.name
+        for arg in func._schema.arguments
+        if arg.name in ("running_mean", "running_var") and arg.alias_info is None
     ]
 
 

@@ -29,11 +29,10 @@ from torch.utils.checkpoint import (
 )
 
 from ..model.modes import Forwards
-from ..model.snapshot import written_to
+from ..model.snapshot import hidden_statistics, named_arguments, written_to
 from ..model.tracker import Scratch
 from ..trace.fake_step import fake_step
 
-_STATISTICS = ("running_mean", "running_var")
 _DROPOUT = ("aten.bernoulli_.float", "aten.div_.Scalar", "aten.mul.Tensor")
 
 # Per op, the numbers of its calls whose results are saved.
@@ -106,7 +105,9 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
             # Counted nevertheless, so that later calls have their numbers.
             self.func_counter[func] += 1
             return into[0] if len(into) == 1 else tuple(into)
-        args, kwargs = without_statistics(func, args, kwargs)
+        named = named_arguments(func, args, kwargs)
+        if hidden := hidden_statistics(func, named):
+            args, kwargs = (), named | dict.fromkeys(hidden)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -119,27 +120,6 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         """Return what a call writes to, if all of it existed before the second run."""
         into = written_to(func, args, kwargs)
         return into if into and all(_key(tensor) not in self._outputs for tensor in into) else []
-
-
-def without_statistics(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a batch norm in training without its running statistics.
-
-    Its schema names no write, but it changes them; without them it returns the same.
-    """
-    names = [arg.name for arg in func._schema.arguments]
-    # The functional form returns new statistics and writes none.
-    if "running_mean" not in names or str(func.overloadpacket).endswith("_functional"):
-        return args, kwargs
-    arguments = dict(zip(names, args, strict=False)) | kwargs
-    if not (arguments.get("training") or arguments.get("train")):
-        return args, kwargs
-    positional = [
-        None if name in _STATISTICS else arg for name, arg in zip(names, args, strict=False)
-    ]
-    named = {name: None if name in _STATISTICS else value for name, value in kwargs.items()}
-    return tuple(positional), named
 
 
 def _key(tensor: torch.Tensor) -> int:

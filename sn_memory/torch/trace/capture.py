@@ -34,7 +34,7 @@ from ..model.guards import recorded_reads
 from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast
 from ..model.results import ends_of, flatten_outputs, same_bits
 from ..model.signature import is_ones, may_be_known
-from ..model.snapshot import TRACING_HOOKS, StateSnapshot
+from ..model.snapshot import TRACING_HOOKS, StateSnapshot, named_arguments
 from ..model.step import changes_what_it_is_given, forbid_external_rng, restore_model
 from ..target.gpu import Gpu
 from .fake import FakeMode, ValueMode, fake_of, quiet, swap_tensors
@@ -504,10 +504,7 @@ def _same(one: Captured, other: Captured) -> bool:
 def _comparable(call: Call) -> tuple[Any, ...]:
     """Return what is called with what; a default that is spelled out, as some modes do, is one."""
     args, kwargs = call.arguments(lambda view: view)
-    inputs = [
-        args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
-        for at, arg in enumerate(call.target._schema.arguments)
-    ]
+    inputs = [*named_arguments(call.target, args, kwargs).values()]
     # A tensor whose form alone is read stands there on the meta device, without values to compare.
     inputs = tree_map_only(
         torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), inputs
