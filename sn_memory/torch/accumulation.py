@@ -42,10 +42,7 @@ def fitting(
 ) -> Step:
     """Return the step to run in place of one that was planned: another if there are gradients.
 
-    model : the planned model; what is planned now is kept in its record
-    step : the step planned for its input
-    arguments : the input, written as the sample was
-    parameters : the model's
+    What is planned now is kept in the model's record; arguments are written as the sample was.
     """
     record: PlanRecord = model.__dict__[RECORD]
     # With state on the host, earlier gradients lie on the host or are counted. Parameters that

@@ -106,10 +106,7 @@ class Step(Protocol):
         return
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:
-        """Whether it has to be planned again before it runs.
-
-        ends : per output, whether a gradient of it was asked for by now
-        """
+        """Whether it has to be planned again, as other gradients are asked for by now."""
         return False
 
 

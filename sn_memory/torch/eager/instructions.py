@@ -328,11 +328,7 @@ PART = 100
 
 
 class Names:
-    """What the functions of a program speak of, by name. Most of it is in many of them.
-
-    values : the globals of the functions
-    lock : for who gives names: two threads may write at a time
-    """
+    """The globals of the functions of a program. Most of them are in many functions."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
@@ -342,6 +338,7 @@ class Names:
             "set_rng_state": set_rng_state,
         }
         self._known: dict[int, str] = {}
+        # For who gives names: two threads may write at a time.
         self.lock = Lock()
 
     def name(self, letter: str, value: Any) -> str:

@@ -57,10 +57,7 @@ def reached(captured: Captured) -> tuple[int, ...]:
 
 
 def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int]:
-    """Return the places of gradients that come from outputs alone that have none.
-
-    arrived : the gradients of the outputs, None where there is none
-    """
+    """Return the places of gradients that come from outputs alone whose own have not arrived."""
     if all(grad is not None for grad in arrived):
         return frozenset()
     here = sum(1 << number for number, grad in enumerate(arrived) if grad is not None)
@@ -93,12 +90,7 @@ _NUMBERS = count(1)
 
 
 class Replay(Step):
-    """Runs a program on the tensors of a model.
-
-    trace : the traced step
-    plan : a plan of its graph
-    update_ops, part : as in Program
-    """
+    """Runs the program of a traced step and a plan on the tensors of a model; see Program."""
 
     backend = "graph"
     hidden_from_hooks = "do not see what its plan keeps for the backward pass within the budget"

@@ -47,12 +47,7 @@ class Found:
 
 
 class Chooser:
-    """Finds choices for the blocks of one cut.
-
-    blocks : by path, those that may run again
-    seconds : per call of the recording
-    tried : runs the executor without values
-    """
+    """Finds choices for the blocks of one cut; `tried` runs the executor without values."""
 
     def __init__(
         self,

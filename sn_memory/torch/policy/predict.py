@@ -60,8 +60,11 @@ class Numbers:
         return self._count[op] - 1
 
 
-def contexts(saved: Saved) -> tuple[Any, Any]:
-    """Return the contexts of one call of a block: a `context_fn` of `torch.utils.checkpoint`."""
+def contexts(saved: Saved, begins: Callable[[], None] = lambda: None) -> tuple[Any, Any]:
+    """Return the contexts of one call of a block: a `context_fn` of `torch.utils.checkpoint`.
+
+    begins : called when the second run begins
+    """
     numbers = Numbers()
     kept = {op: frozenset(calls) for op, calls in saved.items()}
 
@@ -72,7 +75,7 @@ def contexts(saved: Saved) -> tuple[Any, Any]:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(policy)
-    return first, SecondRun(None, second.storage)
+    return first, SecondRun(second.storage, begins)
 
 
 def context_fn(saved: Saved, key: str) -> Any:
@@ -86,13 +89,15 @@ def context_fn(saved: Saved, key: str) -> Any:
 class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
     """Returns saved results; skips calls that would write a second time."""
 
-    def __init__(self, policy: Any, storage: Any) -> None:
-        super().__init__(policy, storage)
+    def __init__(self, storage: Any, begins: Callable[[], None]) -> None:
+        super().__init__(None, storage)
+        self._begins = begins
         self._outputs: set[int] = set()
 
     def __enter__(self) -> Any:
         # A graph that is retained runs backward once more, with another second run.
         self._outputs.clear()
+        self._begins()
         return super().__enter__()
 
     def __torch_dispatch__(
@@ -196,35 +201,19 @@ def _around(
 ) -> Callable[..., Any]:
     """Return a block's forward under a checkpoint; `started` is called where each run starts."""
 
-    def both() -> tuple[Any, Any]:
-        assert saved is not None
-        first, second = contexts(saved)
-        return first, _ObservedRun(second.storage, lambda: started(path, "backward"))
-
     def run(*args: Any, **kwargs: Any) -> Any:
         started(path, "forward")
         if saved is None:
             result = forward(*args, **kwargs)
         else:
             # Only the form that is not reentrant takes a `context_fn`.
+            both = partial(contexts, saved, lambda: started(path, "backward"))
             result = checkpoint(forward, *args, use_reentrant=False, context_fn=both, **kwargs)
         # What comes next is in no block.
         started("", "forward")
         return result
 
     return run
-
-
-class _ObservedRun(SecondRun):
-    """A second run that calls a function when it begins."""
-
-    def __init__(self, storage: Any, begins: Callable[[], None]) -> None:
-        super().__init__(None, storage)
-        self._begins = begins
-
-    def __enter__(self) -> Any:
-        self._begins()
-        return super().__enter__()
 
 
 def sharded_peak(

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from ...graph.graph import Graph
 from ...graph.records import Device, Op, Storage, Workspace, loss_op
 from ..chunked_loss import chunked_counter
-from ..model.snapshot import hidden_statistics, named_arguments
+from ..model.snapshot import hidden_statistics, named_arguments, takes_statistics
 from ..quirks import grouped, recurrent
 from .record import Call, Captured, View
 
@@ -116,10 +116,10 @@ def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
 
 def statistics(call: Call) -> tuple[int, ...]:
     """Places among the flat arguments of what `hidden_statistics` names."""
+    if not takes_statistics(call.target):
+        return ()
     args, kwargs = call.arguments(lambda view: view)
     hidden = hidden_statistics(call.target, named_arguments(call.target, args, kwargs))
-    if not hidden:
-        return ()
     args, kwargs = tree_unflatten(list(range(len(call.flat))), call.spec)
     places = named_arguments(call.target, args, kwargs)
     return tuple(places[name] for name in hidden if isinstance(call.flat[places[name]], View))
