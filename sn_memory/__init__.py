@@ -6,8 +6,9 @@ and loads neither NumPy nor any framework.
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from .base.errors import at_first_use
 
 if TYPE_CHECKING:
     from . import settings as settings
@@ -63,19 +64,8 @@ _HOME = {
     "plan_buffers": ".plan.buffers",
     "plan_front": ".plan.api",
     "plan_graph": ".plan.api",
+    "settings": ".",
 }
-__all__ = sorted([*_HOME, "settings"])
+__all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> object:
-    if name == "settings":
-        return import_module(".settings", __name__)
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name], __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME))
+__getattr__, __dir__ = at_first_use(__name__, _HOME)

@@ -8,8 +8,9 @@ change of what the next layers put out is measured, and `tolerance` is its limit
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from ..base.errors import at_first_use
 
 if TYPE_CHECKING:
     from .merge import Choice as Choice
@@ -29,14 +30,4 @@ _HOME = {
 }
 __all__ = sorted(_HOME)
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name], __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME))
+__getattr__, __dir__ = at_first_use(__name__, _HOME)

@@ -6,6 +6,9 @@ Every message has four parts: what failed, what was got, what was expected, what
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -67,6 +70,39 @@ def need(library: str, by: str) -> None:
         raise MissingExtra(
             f"{by} needs {library}, which is not installed: pip install 'superneurons[{library}]'"
         )
+
+
+def at_first_use(
+    module: str, home: Mapping[str, str]
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` of a module whose names are imported when asked for.
+
+    home : per name, the module that has it, relative to this one; "." for one that is a module
+    """
+    names = vars(sys.modules[module])
+
+    def get(name: str) -> object:
+        if name not in home:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        if home[name] == ".":
+            return import_module(f".{name}", module)
+        names[name] = getattr(import_module(home[name], module), name)
+        return names[name]
+
+    return get, lambda: sorted({*names, *home})
+
+
+def warn_user(text: str, *libraries: str) -> None:
+    """Warn at the line of the user's that called in, outside of this package and of libraries.
+
+    libraries : the folders that these lie in
+    """
+    # Depths differ with hooks, wrappers and versions of the libraries.
+    inside = (str(Path(__file__).parents[1]), *libraries)
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, PlanWarning, stacklevel=level)
 
 
 class PlanWarning(UserWarning):

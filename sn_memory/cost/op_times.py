@@ -58,17 +58,38 @@ def is_seconds(value: Any) -> bool:
     return type(value) in (int, float) and 0 <= value < 1e9
 
 
-class TimesFile:
-    """A table in a file: texts to what `valid` accepts.
+class OpTimes:
+    """The table of one device and framework, in a file.
 
     name : of the file, in `cache_folder`
     valid : whether a value read is one; others count as not there
+    settings : circumstances under which the same op takes another time, as text
     """
 
-    def __init__(self, name: str, valid: Callable[[Any], bool]) -> None:
+    def __init__(self, name: str, valid: Callable[[Any], bool], settings: str = "") -> None:
         folder = cache_folder()
         self.path = None if folder is None else folder / name
-        self._valid, self._warned = valid, False
+        self.settings, self._valid, self._warned = settings, valid, False
+        self.table = self.read()
+        self._known = set(self.table)
+
+    def key(self, signature: str) -> str:
+        """Return what an op of this signature is found by under these settings."""
+        return hashlib.sha256(f"{signature} {self.settings}".encode()).hexdigest()[:24]
+
+    def save(self, device: object) -> None:
+        """Write what was measured since the file was read.
+
+        What could not be timed is tried again next time: memory may have been short.
+        """
+        new = {
+            key: seconds
+            for key, seconds in self.table.items()
+            if key not in self._known and seconds is not None
+        }
+        if new:
+            self.add(new)
+            log.info("timed %d new op signatures on %s, kept in %s", len(new), device, self.path)
 
     def read(self) -> dict[str, Any]:
         """Return what the file holds; empty where there is none, or none that can be read."""
@@ -138,40 +159,6 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
-
-class OpTimes:
-    """The table of one device and framework.
-
-    name : of the file
-    valid : whether a value read from it is one
-    settings : circumstances under which the same op takes another time, as text
-    """
-
-    def __init__(self, name: str, valid: Callable[[Any], bool], settings: str) -> None:
-        self.file, self.settings = TimesFile(name, valid), settings
-        self.table: dict[str, Any] = self.file.read()
-        self._known = set(self.table)
-
-    def key(self, signature: str) -> str:
-        """Return what an op of this signature is found by under these settings."""
-        return hashlib.sha256(f"{signature} {self.settings}".encode()).hexdigest()[:24]
-
-    def save(self, device: object) -> None:
-        """Write what was measured since the file was read.
-
-        What could not be timed is tried again next time: memory may have been short.
-        """
-        new = {
-            key: seconds
-            for key, seconds in self.table.items()
-            if key not in self._known and seconds is not None
-        }
-        if new:
-            self.file.add(new)
-            log.info(
-                "timed %d new op signatures on %s, kept in %s", len(new), device, self.file.path
-            )
 
 
 def quickest(work: Callable[[], object], clock: Callable[[], float]) -> float:

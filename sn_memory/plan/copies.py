@@ -44,7 +44,7 @@ class LaneSeconds:
         return 1.0 - min(1.0, max(0.0, self.seconds - self.ops_s) / lane_s)
 
 
-def lane_seconds(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneSeconds:
+def seconds_on_lanes(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneSeconds:
     """Return when these actions (kind, target, way) of a plan end, copies on their lanes.
 
     `graph/hosted.py` writes a fetch as an op, whose seconds the search counts as if the ops waited

@@ -17,7 +17,7 @@ from ..base.sizes import show_bytes
 from ..graph.graph import Graph
 from ..graph.hosted import Unit, scratch_bytes, update_seconds, with_state
 from .buffers import live_bytes
-from .copies import LaneSeconds, lane_seconds, spread_copies
+from .copies import LaneSeconds, seconds_on_lanes, spread_copies
 from .plan import BudgetError, Plan
 
 # Numbers of units on the host that are planned, between the fewest and the most: each is a search.
@@ -171,7 +171,7 @@ def planned_with(
         unit.parameter for unit in units if unit.gradient and every[unit.parameter] != "device"
     )
     who = {name: by.get(name, "device") for name in moved}
-    lanes = lane_seconds(extended, plan.actions)
+    lanes = seconds_on_lanes(extended, plan.actions)
     step_s = step_seconds(graph, units, every, who) if update == "step" else 0.0
     return StatePlan(extended, plan, every, lanes, later, who, step_s)
 

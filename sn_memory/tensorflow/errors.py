@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import TypeVar
 
 import keras
 import tensorflow as tf
 
-from ..base.errors import PlanWarning
+from ..base.errors import warn_user
 
 E = TypeVar("E", bound=Exception)
 
@@ -23,13 +21,7 @@ class TraceError(RuntimeError):
 
 def warn(text: str) -> None:
     """Warn where the user's code is: outside of this package, Keras and TensorFlow."""
-    ours = __file__.removesuffix("tensorflow/errors.py")
-    inside = (ours, *(library.__file__.removesuffix("__init__.py") for library in (keras, tf)))
-    # The depth of Keras' own calls differs between its versions.
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, PlanWarning, stacklevel=level)
+    warn_user(text, *(library.__file__.removesuffix("__init__.py") for library in (keras, tf)))
 
 
 def first_line(error: Exception) -> str:

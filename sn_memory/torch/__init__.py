@@ -2,10 +2,9 @@
 
 # What is imported below needs the framework: without it, one sentence and no traceback into here.
 # ruff: noqa: E402
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-from ..base.errors import PlanWarning, need
+from ..base.errors import PlanWarning, at_first_use, need
 
 need("torch", "sn_memory.torch")
 
@@ -61,14 +60,4 @@ __all__ = [
     "verify",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name], __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(set(globals()) | set(_HOME))
+__getattr__, __dir__ = at_first_use(__name__, _HOME)

@@ -42,17 +42,13 @@ def fitting(
 ) -> Step:
     """Return the step to run in place of one that was planned: another if there are gradients.
 
-    model : the planned model; what is planned now is kept in its record
-    step : the step planned for its input
-    arguments : the input, written as the sample was
-    parameters : the model's
+    What is planned now is kept in the model's record; arguments are written as the sample was.
     """
     record: PlanRecord = model.__dict__[RECORD]
     # With state on the host, earlier gradients lie on the host or are counted. Parameters that
     # functional_call swaps in need be no leaves, and then have no gradients.
-    if record.state is None and any(
-        param.is_leaf and param.grad is not None for param in parameters
-    ):
+    has_gradients = any(param.is_leaf and param.grad is not None for param in parameters)
+    if record.state is None and step.runs_here and has_gradients:
         step = _with_gradients(model, record, step, arguments)
     inputs = record.inputs
     if "several" not in inputs.warned:
@@ -176,12 +172,15 @@ def _planned_with(
     # A plan that was passed in is of a step without earlier gradients.
     name = "auto" if isinstance(planning.planner, Plan) else planning.planner
     anew = replace(planning, accumulate=True, planner=name)
+    # Layouts that a trial of this step saw are the kernels' own, whatever the plan.
+    seen = None if step.trace is None else step.trace.layouts
     least: BudgetError | None = None
     for budget in (budget_bytes, planning.share):
         if budget == "":
             continue
         try:
-            return step.replan(replace(anew, budget=budget), plain, arguments), least
+            options = replace(anew, budget=budget)
+            return options.by_backend(step.backend, plain, arguments, seen), least
         except BudgetError as error:
             # The error of the first attempt, at the bytes; the second is at the percentage.
             least = least or error
@@ -189,4 +188,4 @@ def _planned_with(
     if least.plan is None:
         return step, least
     smallest = replace(anew, planner=least.plan, budget=least.peak_bytes)
-    return step.replan(smallest, plain, arguments), least
+    return smallest.by_backend(step.backend, plain, arguments, seen), least

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import torch
 
+from .model.snapshot import named_arguments
+
 _NAMESPACE: Final = "torch_nn"
 
 
@@ -30,7 +32,7 @@ def chunked_counter(target: Any) -> Callable[..., float] | None:
 
 def _flops(target: Any, *args: Any, out_val: Any) -> float:
     del out_val
-    arguments = _named(target, args)
+    arguments = named_arguments(target, args, {})
     rows, width = arguments["input"]
     products = 1  # the logits; each gradient that is asked for takes another
     products += arguments.get("compute_input_grad", False)
@@ -49,7 +51,7 @@ def chunked_scratch(target: Any, args: Sequence[Any], device: torch.device) -> i
     Read off the buffers of its code in torch 2.13. In half types kernels of the CPU copy the weight
     and its gradient in float32 besides. Where ops are timed it is measured.
     """
-    arguments = _named(target, args)
+    arguments = named_arguments(target, args, {})
     rows, width = arguments["input"].shape
     classes, chunk = arguments["linear_weight"].shape[0], min(rows, arguments["batch_chunk_size"])
     dtype, policy = arguments["input"].dtype, arguments["acc_policy"]
@@ -71,7 +73,3 @@ def chunked_scratch(target: Any, args: Sequence[Any], device: torch.device) -> i
     if mixed and not on_gpu:
         taken += 2 * weight
     return int(taken)
-
-
-def _named(target: Any, args: Sequence[Any]) -> dict[str, Any]:
-    return dict(zip((arg.name for arg in target._schema.arguments), args, strict=True))

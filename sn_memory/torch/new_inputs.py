@@ -13,13 +13,13 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plan.plan import BudgetError, Plan
 from ..run.measured_choice import summary
 from ..run.planned import PlannedKind
 from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenInput, plan_at_once
+from .eager.trial import is_real
 from .errors import TraceError, first_line
 from .model.modes import warn
 from .model.sharded import first_fsdp_refused, of_first_fsdp
@@ -71,9 +71,7 @@ def step_for(
     like = kind or record.guards.signature_of(plain, arguments, loosely=True)
     assert like is not None
     held = (*tensors(arguments), *plain.parameters())
-    if not like.wants_gradients or any(
-        tensor.is_meta or isinstance(tensor, FakeTensor) for tensor in held
-    ):
+    if not like.wants_gradients or not is_real(held):
         return None
     return _UnseenArguments(plain, record, kind, like, arguments).step()
 

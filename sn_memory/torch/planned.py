@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from operator import or_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,11 +17,14 @@ from ..run.planned import PlannedKind, PlannedRecord
 from ..run.unseen import TimeToPlan
 from .eager.trial import Trial
 from .model.guards import GuardCache
-from .model.signature import CallLayout, InputSignature, Name
-from .planning import PlanOptions, StateOnHost
+from .model.signature import CallLayout, InputSignature, Name, storage_sizes
+from .planning import PlanOptions
 from .step import Step
 from .target.allocator import StepPool
 from .trace.trace import Trace
+
+if TYPE_CHECKING:
+    from .state.model_state import ModelState
 
 # How many kinds that came while training are kept.
 KINDS = 64
@@ -89,10 +92,7 @@ class StepCache:
         return None if kept is None or kept.step.is_outdated(self.ends) else kept.step
 
     def unlike(self, kind: InputSignature, model: torch.nn.Module) -> str:
-        """Say how a kind differs from the nearest of the others; nothing if there is none.
-
-        model : names the modules
-        """
+        """Say how a kind differs from the nearest other one; `model` names the modules."""
         paths = [path for path, _ in model.named_modules()]
         others = (kind.unlike(kept, paths) for kept in self.kept if kept != kind)
         nearest: list[str] = min(others, key=len, default=[])
@@ -111,15 +111,10 @@ class StepCache:
         return [*dict.fromkeys((*(kept.step for kept in self.kept.values()), *self.later.values()))]
 
     def constants_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of what steps hold besides the model's tensors, counting shared storages once.
-
-        excluding : tensors that do not count
-        """
-        storages = (tensor.untyped_storage() for step in self.all_steps for tensor in step.known)
-        held = {int(storage._cdata): storage.nbytes() for storage in storages}
-        for tensor in excluding:
-            held.pop(int(tensor.untyped_storage()._cdata), None)
-        return sum(held.values())
+        """Bytes of what steps hold besides the model's tensors, each storage once."""
+        held = storage_sizes(tensor for step in self.all_steps for tensor in step.known)
+        excluded = storage_sizes(excluding)
+        return sum(nbytes for key, nbytes in held.items() if key not in excluded)
 
     def make_room(self, newest: InputSignature, budget_bytes: int) -> None:
         """Drop the least recently used kinds if there are too many, or they hold too much."""
@@ -207,7 +202,7 @@ class PlanRecord(PlannedRecord[Trace]):
         return replace(self.options, ends=self.inputs.ends)
 
     @property
-    def state(self) -> StateOnHost | None:
+    def state(self) -> ModelState | None:
         """All of the state, if it was planned: what lies where, and what that costs."""
         return self.options.state
 

@@ -6,10 +6,11 @@ The planned model keeps them, so that it can be planned once more for an input o
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,14 +28,21 @@ from ..plan.plan import BudgetError, Plan
 from ..run.reserved import within_reserved
 from ..run.unseen import SEARCH_S, smallest, within
 from .eager.replay import Replay
-from .eager.trial import Trial, after_first, layouts_seen, runs_on, tried
-from .errors import SampleError, SetsStateError, TraceError, fails_on_sample, first_line
+from .eager.trial import Trial, after_first, runs_on, tried, until_laid_out
+from .errors import (
+    ReplayError,
+    SampleError,
+    SetsStateError,
+    TraceError,
+    fails_on_sample,
+    first_line,
+)
 from .large_logits import logits_note
 from .model.guards import GuardCache, every_read, recorded_reads
 from .model.modes import outside_saved_tensors_hooks, warn
 from .model.sharded import is_sharded
 from .model.signature import Arguments, InputSignature, changeable, detached
-from .model.step import device_of, restore_rng_state, wanted_bytes
+from .model.step import around, device_of, measured_step, restore_rng_state, wanted_bytes
 from .model.wrapping import check_memory
 from .step import EstimateOnlyStep, Step
 from .target.capacity import planned_settings
@@ -43,23 +51,15 @@ from .trace.fake_step import fake_step
 from .trace.record import Layouts
 from .trace.trace import Given, Trace, resident_bytes, trace
 
+if TYPE_CHECKING:
+    from .state.model_state import ModelState
+
 log = logging.getLogger(__name__)
 
 # The searches that share the time of a step with its state: about as many as bisecting takes.
 _STATE_SEARCHES = 8
 # Relative difference between the traced baseline and the plain step's peak that needs no note.
 _BASELINE_ERROR = 0.005
-
-
-class StateOnHost(Protocol):
-    """All of the state of a model, and how a step with it is planned: `state/model_state.py`."""
-
-    @property
-    def places(self) -> Mapping[str, str]: ...
-    def replay(self, *args: Any, **settings: Any) -> Replay: ...
-    def dry_run(self, *args: Any) -> Replay: ...
-    def brought(self) -> AbstractContextManager[Any]: ...
-    def with_inputs(self, arguments: Arguments) -> Arguments: ...
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ class PlanOptions:
     trial: bool = True
     from_sqrt_n: bool = True
     was_compiled: bool = False
-    state: StateOnHost | None = None
+    state: ModelState | None = None
     # Whether the step is traced as it is after a first forward pass, which sets what it keeps.
     after_first: bool = False
     # Which outputs the backward pass begins at, as in `trace`, if steps have shown it.
@@ -167,10 +167,7 @@ class PlanOptions:
     def plan_by_parts(
         self, model: torch.nn.Module, arguments: Arguments, why: str
     ) -> PlanningResult:
-        """Plan a model that cannot be traced whole: by regions, or where there are none, modules.
-
-        why : it cannot be traced
-        """
+        """Plan a model that says why it cannot be traced: by regions, or without any, modules."""
         # Imported here, as most processes need no regions; tests/frame/test_closure.py counts.
         from .regions.step import RegionsBudgetError
 
@@ -274,20 +271,12 @@ class PlanOptions:
                 f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
                 "step, and a replay would not see it. Pass the tensors and numbers in it."
             )
-        # A GPU that is not here: its step can be traced, and not be run.
+        # A GPU that is not here: its step can be traced, and not be run; state is resident there.
         if isinstance(self.device, str) and gpu_of(self.device, device_of(model)) is not None:
-            traced = trace(
-                model,
-                Given(*arguments),
-                device=self.device,
-                optimizer=self.optimizer,
-                overlap=self.overlap,
-                accumulate=self.accumulate,
-            )
+            on_paper = replace(self, state=None, update="step")
+            traced = on_paper.traced(model, arguments, layouts)
             return EstimateOnlyStep(traced, (planned or self.planned_trace)(traced), self.device)
-        return self.replay(
-            model, arguments, layouts or {}, planned or self.planned_trace, self.profile
-        )
+        return self.replay(model, arguments, layouts, planned)
 
     def by_compiler(
         self,
@@ -452,38 +441,48 @@ class PlanOptions:
         self,
         model: torch.nn.Module,
         arguments: Arguments,
-        layouts: Layouts,
-        planned: Callable[[Trace], Plan],
-        profile: bool,
+        layouts: Layouts | None = None,
+        planned: Callable[[Trace], Plan] | None = None,
     ) -> Replay:
         """Return a step that replays what is traced with such layouts; planned : plans a trace."""
         if self.overlap:
             # In torch's order gradients may need more than the budget (BudgetError), and a plan
             # that was passed in may be of the other order (PlanError).
             with suppress(BudgetError, PlanError):
-                return self._replay(model, arguments, layouts, planned, profile)
-        return replace(self, overlap=False)._replay(model, arguments, layouts, planned, profile)
+                return self._replay(model, arguments, layouts, planned)
+        return replace(self, overlap=False)._replay(model, arguments, layouts, planned)
 
     def _replay(
         self,
         model: torch.nn.Module,
         arguments: Arguments,
-        layouts: Layouts,
-        planned: Callable[[Trace], Plan],
-        profile: bool,
+        layouts: Layouts | None,
+        planned: Callable[[Trace], Plan] | None,
     ) -> Replay:
-        report_progress("trace", 0, 1)
+        traced = self.traced(model, arguments, layouts)
+        if self.state is not None:
+            # Speeds that were passed in, or are those of any machine, are not measured.
+            measured = self.profile and self.device is None
+            return self.state.replay(
+                model, traced, self.budget, self.planned_state, measured=measured
+            )
+        return Replay(traced, (planned or self.planned_trace)(traced))
 
-        def traced_now() -> Trace:
+    def traced(
+        self, model: torch.nn.Module, arguments: Arguments, layouts: Layouts | None
+    ) -> Trace:
+        """Trace the step of an input."""
+        report_progress("trace", 0, 1)
+        with after_first(model, arguments) if self.after_first else nullcontext():
             return trace(
                 model,
                 Given(*arguments),
-                profile=profile,
+                profile=self.profile,
                 device=self.device,
                 # Its state is part of the plan then, and not resident.
                 optimizer=None if self.state else self.optimizer,
                 overlap=self.overlap,
-                layouts=layouts,
+                layouts=layouts or {},
                 accumulate=self.accumulate,
                 update=self.update,
                 # Not while training, when seconds count and the budget is in bytes.
@@ -491,28 +490,18 @@ class PlanOptions:
                 ends=self.ends,
             )
 
-        if self.after_first:
-            with after_first(model, arguments):
-                traced = traced_now()
-        else:
-            traced = traced_now()
-        if self.state is not None:
-            # Speeds that were passed in, or are those of any machine, are not measured.
-            measured = profile and self.device is None
-            return self.state.replay(
-                model, traced, self.budget, self.planned_state, measured=measured
-            )
-        return Replay(traced, planned(traced))
-
     def layouts_seen(self, first: Layouts, model: torch.nn.Module, arguments: Arguments) -> Layouts:
         """Return how kernels lay results out on an input, with what a first trial noted."""
+        untimed = replace(self, profile=False)
 
-        def smallest_with(known: Layouts) -> Step:
-            return self.replay(
-                model, arguments, known, lambda traced: smallest(traced.graph), False
-            )
+        def smallest_with(known: Layouts) -> Replay:
+            return untimed.replay(model, arguments, known, lambda traced: smallest(traced.graph))
 
-        return layouts_seen(first, model, arguments, smallest_with)
+        def run(step: Step) -> None:
+            with suppress(ReplayError):
+                measured_step(around(model, step.run), model, arguments, count=False)
+
+        return until_laid_out(first, smallest_with, run)[1]
 
     def in_trial(self, step: Step, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
@@ -522,11 +511,9 @@ class PlanOptions:
         if self.trial and self.state is not None:
             report_progress("trial", 0, 1)
             before = step
+            assert isinstance(before, Replay)  # the one back end that plans state
             step = self.state.dry_run(
-                step,
-                model,
-                arguments,
-                lambda seen: self.replay(model, arguments, seen, self.planned_trace, self.profile),
+                before, model, arguments, partial(self.replay, model, arguments)
             )
             remark = "with its state on the host the planned step ran alone"
             return PlanningResult(step, Trial(False, {}, remark=remark), step is not before)
@@ -554,7 +541,7 @@ class PlanOptions:
         otherwise = bool(result.layouts)
         if otherwise:
             seen = self.layouts_seen(result.layouts, model, arguments)
-            step = self.replay(model, arguments, seen, self.planned_trace, self.profile)
+            step = self.replay(model, arguments, seen)
             result = trial_of_step()
         if result.failure or result.layouts:
             reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"

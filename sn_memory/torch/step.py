@@ -16,7 +16,7 @@ from ..plan.plan import Plan
 from .errors import ReplayError
 from .model.guards import Reads
 from .model.modes import inside_checkpoint, warn
-from .model.signature import Arguments, Name
+from .model.signature import Name
 from .model.snapshot import StateSnapshot
 from .model.wrapping import plain_class
 from .target.allocator import StepPool
@@ -36,19 +36,6 @@ class Call:
     parameters: list[torch.nn.Parameter]
     buffers: list[torch.Tensor]
     plain: Callable[[Any], Any] | None
-
-
-class Planner(Protocol):
-    """Who plans a model for an input; see `PlanOptions`."""
-
-    def by_backend(
-        self,
-        name: str,
-        model: torch.nn.Module,
-        arguments: Arguments,
-        layouts: Layouts | None = None,
-    ) -> Step:
-        """Plan by a back end; layouts : how kernels lay results out, where not as traced."""
 
 
 class Step(Protocol):
@@ -114,21 +101,12 @@ class Step(Protocol):
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the forward pass; the rest of the plan happens in the backward pass."""
 
-    def replan(self, planner: Planner, model: torch.nn.Module, arguments: Arguments) -> Step:
-        """Plan by the same back end once more."""
-        # Layouts that a trial of this step saw are the kernels' own, whatever the plan.
-        seen = None if self.trace is None else self.trace.layouts
-        return planner.by_backend(self.backend, model, arguments, seen)
-
     def release(self) -> None:
         """Free memory on the host that no pass uses; it is allocated again if the step runs."""
         return
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:
-        """Whether it has to be planned again before it runs.
-
-        ends : per output, whether a gradient of it was asked for by now
-        """
+        """Whether it has to be planned again, as other gradients are asked for by now."""
         return False
 
 
@@ -224,8 +202,3 @@ class EstimateOnlyStep(Step):
             "plan and writes the report, and a step cannot run it. To train, plan on that machine "
             "with the model there, and without device."
         )
-
-    def replan(self, planner: Planner, model: torch.nn.Module, arguments: Arguments) -> Step:
-        """Refuse: no step of it can run."""
-        step: Step = self.run(model, *arguments)
-        return step

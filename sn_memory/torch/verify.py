@@ -9,8 +9,7 @@ import torch
 from ..base.errors import PlanError
 from ..run.planned import Verification
 from .model.results import differences
-from .model.sharded import here
-from .model.step import Loss, Measured, device_of, restore_step, run_step, wanted_bytes
+from .model.step import Loss, Measured, device_of, measured_step, wanted_bytes
 from .model.wrapping import RECORD, plain_model
 from .planned import PlanRecord
 from .step import Step
@@ -69,44 +68,36 @@ def verify(
             "a StorageTracker for the peak."
         )
     running: Step = step
-    plain = plain_model(model)
-
-    parameters = list(model.named_parameters())
-    compiled = running.by_allocator
     # The CPU's allocator cannot distinguish the host's memory from a device's; arenas for copies,
     # which are allocated in the first step, would count.
     copies = bool(running.ignored or running.plan.decided("offload"))
     kernels = device_of(model).type == "cpu" and not copies
+    by_allocator = running.by_allocator
     # Seen in the plain step, which runs first.
     written: list[torch.Tensor] | None = None
 
+    def plain(*args: Any, **kwargs: Any) -> Any:
+        # Taken anew: it has the attributes that the model has inside.
+        return plain_model(model)(*args, **kwargs)
+
     def measured(run: Any, *, count: bool) -> Measured:
-        nonlocal written
-        with restore_step(model, sample, written=written) as watched:
-            step = run_step(
-                # Taken anew: it has the attributes that the model has inside.
-                model if run is model else plain_model(model),
-                model,
-                arguments,
-                known=running.known,
-                ignored=running.ignored,
-                count=count,
-                loss=loss,
-                accumulate=accumulate,
-                by_allocator=run is model and compiled,
-                kernels=count and kernels,
-            )
-            if written is None:
-                written = watched.weights()
-            ours = {id(param) for param in written}
-            step.results.update(
-                (f"parameter {name}", here(param).detach().clone())
-                for name, param in parameters
-                if id(param) in ours
-            )
-            return step
+        return measured_step(
+            run,
+            model,
+            arguments,
+            written=written,
+            known=running.known,
+            ignored=running.ignored,
+            count=count,
+            loss=loss,
+            accumulate=accumulate,
+            by_allocator=run is model and by_allocator,
+            kernels=count and kernels,
+        )
 
     expected = measured(plain, count=True)
+    named = model.named_parameters()
+    written = [param for name, param in named if f"parameter {name}" in expected.results]
     earlier_bytes = 0
     if accumulate:
         # The first such step plans for gradients, if they need a plan of their own.

@@ -21,7 +21,7 @@ from sn_memory.check import carry_out
 from sn_memory.graph.hosted import PLACES, UPDATE, Unit, with_state
 from sn_memory.graph.liveness import peak
 from sn_memory.plan.buffers import live_bytes
-from sn_memory.plan.copies import lane_seconds, spread_copies
+from sn_memory.plan.copies import seconds_on_lanes, spread_copies
 from sn_memory.plan.plan import Action
 from sn_memory.plan.state import moves_of, plan_state, planned_with, step_peak
 
@@ -198,7 +198,7 @@ def test_copies_start_ahead_within_the_budget():
         assert sorted(moved) == sorted(plan.actions)
         found = carry_out(whole, replace(plan, actions=moved))
         assert found.peak_bytes == max(live_bytes(whole, moved)) <= budget
-        before, after = lane_seconds(whole, plan.actions), lane_seconds(whole, moved)
+        before, after = seconds_on_lanes(whole, plan.actions), seconds_on_lanes(whole, moved)
         assert after.seconds <= before.seconds + 1e-9
         assert after.copies_s == pytest.approx(before.copies_s)
 
@@ -213,7 +213,7 @@ def one_layer(**unit):
 
 
 def lanes_of(whole, names):
-    return lane_seconds(whole, [Action("run", it) for it in names])
+    return seconds_on_lanes(whole, [Action("run", it) for it in names])
 
 
 def test_lanes_by_hand():

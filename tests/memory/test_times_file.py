@@ -10,13 +10,13 @@ import sys
 import pytest
 
 from sn_memory.cost import op_times
-from sn_memory.cost.op_times import TimesFile, is_seconds
+from sn_memory.cost.op_times import OpTimes, is_seconds
 
 NAME = "times.json"
 
 
 def times():
-    return TimesFile(NAME, is_seconds)
+    return OpTimes(NAME, is_seconds)
 
 
 @pytest.fixture
@@ -101,8 +101,8 @@ def test_without_a_home_nothing_is_kept(monkeypatch):
 
 WRITER = """
 import sys
-from sn_memory.cost.op_times import TimesFile, is_seconds
-file = TimesFile("times.json", is_seconds)
+from sn_memory.cost.op_times import OpTimes, is_seconds
+file = OpTimes("times.json", is_seconds)
 for count in range(40):
     file.add({f"{sys.argv[1]}-{count}": 1.0})
 """

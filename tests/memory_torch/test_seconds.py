@@ -9,7 +9,7 @@ from small_models import Everything, images, mlp
 from torch import nn
 
 from sn_memory.cost.devices import NOMINAL
-from sn_memory.cost.op_times import TimesFile
+from sn_memory.cost.op_times import OpTimes
 from sn_memory.torch import plan, trace
 from sn_memory.torch.model.tracker import AllocationTracker
 from sn_memory.torch.trace import op_seconds
@@ -163,8 +163,8 @@ def test_what_could_not_be_timed_is_tried_again():
 def test_a_plan_writes_the_times_once(monkeypatch):
     """Also those of ops that only the plain step has: a convolution's backward in one call."""
     written = []
-    add = TimesFile.add
-    monkeypatch.setattr(TimesFile, "add", lambda file, new: written.append(new) or add(file, new))
+    add = OpTimes.add
+    monkeypatch.setattr(OpTimes, "add", lambda file, new: written.append(new) or add(file, new))
     model = nn.Sequential(*(nn.Conv2d(3, 3, size, padding="same") for size in (1, 3, 5)))
     x = torch.randn(2, 3, 16, 16, requires_grad=True)
     plan(model, x, budget="100%", backend="graph")

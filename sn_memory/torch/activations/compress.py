@@ -30,9 +30,10 @@ from ...activations.saved import (
 from ...base.sizes import parse_bytes
 from ..errors import TraceError
 from ..model.modes import transformed, warn
-from ..model.step import restore_rng_state
+from ..model.step import SideEffects, restore_rng_state
 from ..model.wrapping import is_in_compiled
-from .rerun import Layer, RestoredModule, Run, SideEffects, is_sequential, layer_of, runs_of
+from ..modules.state import RunState
+from .rerun import Layer, Run, is_sequential, layer_of, runs_of
 from .saving import BY_IMAGES, RUN, Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor, copy_seconds, offloadable
 
@@ -176,7 +177,8 @@ class CompressedActivations:
         self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # before, and while at work
         self._inputs: dict[str, list[Input]] = {}  # of modules that could, in the first pass
         self._attention: dict[str, float] = {}  # calls of it that run again: see Pass
-        self._effects: list[SideEffects] = []  # of those that run just now
+        # Of those that run just now: what it was given, when it began, what it may have changed.
+        self._running: list[tuple[torch.nn.Module, torch.device, float, SideEffects]] = []
         self._forward_s: dict[str, float] = {}
         self.price = 0.0
         """Seconds that packing takes for each byte it frees, measured in the first pass."""
@@ -281,7 +283,10 @@ class CompressedActivations:
         if self._step == 1 and _has_one_input(module, args, kwargs):
             self._inputs.setdefault(name, []).append(self.current.input_of(args[0]))
             start = now(args[0].device) - self.current.packing_s
-            self._effects.append(SideEffects(module, args[0], start))
+            # What it assigns to attributes is dropped when it runs again.
+            held = [value for part in module.modules() for value in vars(part).values()]
+            effects = SideEffects([args[0]], held)
+            self._running.append((module, args[0].device, start, effects))
 
     def _leave(self, module: torch.nn.Module, args: Any, result: Any) -> None:
         if self.current is None or not self.current.path:
@@ -290,9 +295,9 @@ class CompressedActivations:
         if self._step == 1 and self.current.is_innermost():
             layer = layer_of(module, args, result, self.current.has_saved)
             self._layers[module] = None if module in self._layers else layer
-        if self._effects and self._effects[-1].module is module:
-            effects = self._effects.pop()
-            seconds = now(effects.device) - self.current.packing_s - effects.start
+        if self._running and self._running[-1][0] is module:
+            _, device, start, effects = self._running.pop()
+            seconds = now(device) - self.current.packing_s - start
             self._forward_s[name] = self._forward_s.get(name, 0.0) + max(0.0, seconds)
             if effects.changed():
                 self.current.decided.update((*self.current.path, name))
@@ -479,12 +484,13 @@ class CompressedActivations:
             return forward(*args, **kwargs)
         if not current.is_innermost():  # a checkpoint around it will run it again, without us
             return forward(*args, **kwargs)
+        name = self._names.get(module) or type(module).__name__
         with current.saving_input(plain * args[0].numel()):
             return checkpoint(
                 forward,
                 *args,
                 use_reentrant=False,
-                context_fn=lambda: (nullcontext(), RestoredModule(module)),
+                context_fn=lambda: (nullcontext(), RunState({name: module})),
                 **kwargs,
             )
 

@@ -18,10 +18,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from ..errors import ReplayError
 from ..model.modes import is_batched
-from ..model.snapshot import GLOBAL_HOOKS, HOOKS, StateSnapshot, version_of
-from ..model.step import OUTSIDE_TORCH, Generators
+from ..model.snapshot import GLOBAL_HOOKS, HOOKS
+from ..modules.state import RunState
 from .treatments import in_memory, parts_of
 
 # Ops whose values decide what runs next, which elements are read, or how many results there are.
@@ -43,70 +42,7 @@ def decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return name in _DECIDES or kwargs.get("generator") is not None
 
 
-class SideEffects:
-    """What a module's forward pass has changed since this was created.
-
-    A second run would change it once more, or read what was changed.
-    """
-
-    def __init__(self, module: nn.Module, x: torch.Tensor, start: float = 0.0) -> None:
-        self.module, self.device, self.start = module, x.device, start
-        held = (pair for part in module.modules() for pair in vars(part).items())
-        self._held = StateSnapshot(held)
-        self._versions = Versions([x, *module.parameters(), *module.buffers()])
-        self._drawn = Generators(OUTSIDE_TORCH.values())
-
-    def changed(self) -> bool:
-        return self._versions.changed() or bool(self._held.changed()) or self._drawn.changed()
-
-
-class Versions:
-    """How often some tensors had been changed in place when this was created."""
-
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._before = [(tensor, version_of(tensor)) for tensor in tensors]
-
-    def changed(self) -> bool:
-        return any(version_of(tensor) != version for tensor, version in self._before)
-
-
-class RestoredModule:
-    """Inside, a module is as it was when this was created: mode, attributes, weights.
-
-    What the forward pass assigns inside is dropped again. A weight that was changed in place since
-    cannot be restored, and is an error, as it is without running again.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._then = [(part, _copied(vars(part))) for part in module.modules()]
-        self._versions = Versions([*module.parameters(), *module.buffers()])
-        self._now: list[list[dict[str, Any]]] = []
-
-    def __enter__(self) -> None:
-        if self._versions.changed():
-            raise ReplayError(
-                f"a parameter or buffer of {type(self._module).__name__}, which runs again in the "
-                "backward pass, was changed in place since the forward pass. Change it after."
-            )
-        self._now.append([vars(part) for part, _ in self._then])
-        for part, then in self._then:
-            object.__setattr__(part, "__dict__", _copied(then))
-
-    def __exit__(self, *_: object) -> None:
-        for held, present in zip(self._then, self._now.pop(), strict=True):
-            object.__setattr__(held[0], "__dict__", present)
-
-
 _PACKAGE: Final = __name__.rpartition(".")[0]
-_TENSORS: Final = ("_parameters", "_buffers")
-
-
-def _copied(held: dict[str, Any]) -> dict[str, Any]:
-    # With the dictionaries of tensors, as those that a forward pass assigns go into these.
-    return held | {slot: dict(held[slot]) for slot in _TENSORS}
-
-
 # By class, how many axes its input has if it is a batch; 0: any number.
 _CONVOLUTIONS: Final = {getattr(nn, f"Conv{n}d"): n + 2 for n in (1, 2, 3)}
 _POOLS: Final = ("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
@@ -230,7 +166,8 @@ class _ByImages(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, run: Run, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
         """Return the layers' output."""
-        ctx.run, ctx.layers = run, [RestoredModule(layer) for layer in run.layers]
+        ctx.run = run
+        ctx.layers = RunState(dict(zip(run.names, run.layers, strict=True)))
         ctx.casting = {
             kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
             for kind in {"cpu", x.device.type}
@@ -255,9 +192,7 @@ class _ByImages(torch.autograd.Function):
         at_once = again or is_batched(gradient)
         sums: list[Any] = [None] * len(wanted)
         # Inside, the layers are as they were in the forward pass, with leaves as their weights.
-        with ExitStack() as stack:
-            for layer in ctx.layers:
-                stack.enter_context(layer)
+        with ctx.layers:
             leaves = _put_leaves(run, wanted[1:], linked=again)
             for part in [slice(None)] if at_once else run.parts(x):
                 with torch.enable_grad(), _casting(ctx.casting):

@@ -29,7 +29,7 @@ from ...plan.plan import BudgetError
 from ...run.measured_choice import Choice, MeasuredPlan
 from ..errors import ReplayError, TraceError
 from ..model.modes import is_batched, other_layout, transformed, warn
-from ..model.signature import Arguments, tensors
+from ..model.signature import Arguments, storage_sizes, tensors
 from ..step import Call, Step
 from ..trace.fake import quiet
 from ..trace.op_seconds import while_training
@@ -261,10 +261,7 @@ def until_ready() -> Iterator[None]:
 
 def storage_bytes(held: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the storages of tensors, counting shared ones once."""
-    memories = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held
-    }
-    return sum(memories.values())
+    return sum(storage_sizes(held).values())
 
 
 def _check_hook(module: str, name: str) -> None:

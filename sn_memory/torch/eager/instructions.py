@@ -62,7 +62,8 @@ class Memory:
     consumed : whether a backward pass has begun to use it up
     pending_copies : per storage that is being copied to the host or back, what waits for that
     left_out : places of gradients that are None in this step, as no output they come from has one
-    plain, wanted : the step without the plan, and the tensors whose gradients it has
+    plain, wanted : the step without the plan (`PlainStep` of higher_derivatives.py, or None), and
+        the tensors whose gradients it has
     used : leaves that tell what a backward pass is for, where gradients are used inside the step: a
         leaf of nobody's, which is for all of them, and the parameters
     passes : per graph task of autograd that does not use this up: memory of its own, or all
@@ -327,11 +328,7 @@ PART = 100
 
 
 class Names:
-    """What the functions of a program speak of, by name. Most of it is in many of them.
-
-    values : the globals of the functions
-    lock : for who gives names: two threads may write at a time
-    """
+    """The globals of the functions of a program. Most of them are in many functions."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
@@ -341,6 +338,7 @@ class Names:
             "set_rng_state": set_rng_state,
         }
         self._known: dict[int, str] = {}
+        # For who gives names: two threads may write at a time.
         self.lock = Lock()
 
     def name(self, letter: str, value: Any) -> str:

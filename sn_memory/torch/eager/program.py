@@ -13,8 +13,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from ...graph.graph import Ints
 from ...graph.records import LOSS
+from ...plan.buffers import live_bytes
 from ...plan.plan import Plan
 from ..errors import ReplayError
 from ..host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
@@ -164,7 +164,8 @@ class _Builder:
         self.overwritten: set[int] = set()
         self.host_copies, self.copy_at = _host_copies(named, captured, plan)
         self.loss = plan.actions.index(("run", LOSS, 0))
-        self.live = _live_bytes(named, plan)
+        # With all host copies made.
+        self.live = np.array(live_bytes(named.graph, plan.actions), dtype=np.int64)
         self.copies_made = set(range(len(self.host_copies)))
         self.copies_made -= unneeded(self.host_copies, self.live, plan.peak_bytes)
         # Parameters come first among the gradients, by the same names; the rest are of inputs.
@@ -460,25 +461,3 @@ def _host_copies(
             at[place] = number = away.pop(storage)
             copies[number] = replace(copies[number], end=place)
     return copies, at
-
-
-def _live_bytes(named: GraphBinding, plan: Plan) -> Ints:
-    """Bytes on the device at each action of a plan, with all its host copies made."""
-    graph = named.graph
-    names = [storage.name for storage in graph.storages]
-    size = dict(zip(names, graph.arrays.bytes.tolist(), strict=True))
-    outputs = {op.name: op.outputs for op in graph.ops}
-    held = {storage.name for storage in graph.storages if storage.resident}
-    live, curve = graph.base_bytes, []
-    for kind, target, _ in plan.actions:
-        new = set(outputs[target]) if kind == "run" else set()
-        if kind == "prefetch":
-            new = {target}
-        live += sum(size[storage] for storage in new - held)
-        held |= new
-        # An action counts before it frees.
-        curve.append(live)
-        if kind == "free":
-            held.discard(target)
-            live -= size[target]
-    return np.array(curve, dtype=np.int64)

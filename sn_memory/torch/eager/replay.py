@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from itertools import count
 from operator import gt
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -57,10 +57,7 @@ def reached(captured: Captured) -> tuple[int, ...]:
 
 
 def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int]:
-    """Return the places of gradients that come from outputs alone that have none.
-
-    arrived : the gradients of the outputs, None where there is none
-    """
+    """Return the places of gradients that come from outputs alone whose own have not arrived."""
     if all(grad is not None for grad in arrived):
         return frozenset()
     here = sum(1 << number for number, grad in enumerate(arrived) if grad is not None)
@@ -92,31 +89,8 @@ Gradients = list[torch.Tensor | None]
 _NUMBERS = count(1)
 
 
-class PlainStep(Protocol):
-    """What a plan does not compute of a step: derivatives of its gradients."""
-
-    def forward_ended(self) -> None:
-        """Note how its inputs are."""
-
-    def arrived(self, gradient: torch.Tensor, planned: View) -> None:
-        """Note that the gradient of an output lies otherwise than planned."""
-
-    def retained(self) -> None:
-        """Note that a backward pass keeps the graph, and with it what the plan would free."""
-
-    def gradients(
-        self, wanted: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]
-    ) -> Gradients:
-        """Return differentiable gradients of `wanted`, given those of the outputs."""
-
-
 class Replay(Step):
-    """Runs a program on the tensors of a model.
-
-    trace : the traced step
-    plan : a plan of its graph
-    update_ops, part : as in Program
-    """
+    """Runs the program of a traced step and a plan on the tensors of a model; see Program."""
 
     backend = "graph"
     hidden_from_hooks = "do not see what its plan keeps for the backward pass within the budget"
@@ -229,7 +203,7 @@ class Replay(Step):
         if call is None:
             call = Call(list(model.parameters()), list(model.buffers()), None)
         parameters, buffers = call.parameters, call.buffers
-        plain: PlainStep | None = None if call.plain is None else call.plain(self)
+        plain = None if call.plain is None else call.plain(self)
         inputs = tensors((args, kwargs))
         # As in `Captured.gradients`: parameters first, then inputs; each tensor once.
         wanted: list[torch.Tensor] = [param for param in parameters if param.requires_grad]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ...base.host import smallest_limit
 from ..errors import ReplayError, TraceError, fails_on_sample, first_line, innermost_line
 from ..model.results import differences
-from ..model.sharded import here, somewhere
+from ..model.sharded import somewhere
 from ..model.signature import tensors
-from ..model.step import Measured, around, device_of, restore_step, run_step
+from ..model.step import around, device_of, measured_step, restore_step
 from ..model.tracker import is_profiled
 from ..step import Step
 from ..target.accelerator import free_bytes, is_apart
@@ -96,7 +96,7 @@ def tried(
     # The planned step first: where kernels lay results out otherwise, the model's own is not run.
     try:
         with _noting(step, noted):
-            got = _measured(around(model, step.run), model, arguments)
+            got = measured_step(around(model, step.run), model, arguments, count=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
@@ -113,13 +113,15 @@ def tried(
     # By a profiler, of which torch has one at a time.
     counted = counted and device_of(model).type == "cpu" and not is_profiled()
     try:
-        expected = _measured(model, model, arguments, counted=counted)
+        expected = measured_step(model, model, arguments, count=counted, kernels=counted)
         plain_peak_bytes = expected.peak_bytes if counted else 0
         different = differences(expected.results, got.results)
         if not somewhere(model, bool(different)):
             return Trial(True, {}, plain_peak_bytes=plain_peak_bytes)
         # Kernels that add in any order differ from themselves.
-        second = differences(expected.results, _measured(model, model, arguments).results)
+        second = differences(
+            expected.results, measured_step(model, model, arguments, count=False).results
+        )
     except torch.OutOfMemoryError:
         return Trial(False, {}, remark="the model's own step does not fit into memory")
     results = [result for result in expected.results.values() if result is not None]
@@ -167,7 +169,7 @@ def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
 
 def _own_failure(model: torch.nn.Module, arguments: Any) -> Exception | None:
     try:
-        _measured(model, model, arguments)
+        measured_step(model, model, arguments, count=False)
     except Exception as error:  # noqa: BLE001 - a sample that is no real input may do anything
         return error
     return None
@@ -199,26 +201,6 @@ def _reason(model: torch.nn.Module, arguments: Any) -> str:
         f"; with real tensors the model looks at values ({reads.place}) and may take another "
         "branch than under fake ones"
     )
-
-
-def layouts_seen(
-    first: Layouts,
-    model: torch.nn.Module,
-    arguments: tuple[tuple[Any, ...], dict[str, Any]],
-    planned_with: Callable[[Layouts], Step],
-) -> Layouts:
-    """Return how kernels lay results out on the sample, where fake tensors say otherwise.
-
-    first : what the first trial noted; nothing where there was none
-    model, arguments : the plain model and the sample
-    planned_with : plans the step, traced with such layouts
-    """
-
-    def run(step: Step) -> None:
-        with suppress(ReplayError):
-            _measured(around(model, step.run), model, arguments)
-
-    return until_laid_out(first, planned_with, run)[1]
 
 
 def until_laid_out(
@@ -269,22 +251,6 @@ def _judged(
     if different[worst] > max(ROUNDING.get(tensor.dtype, 0.0) for tensor in seen):
         return Trial(True, different, failure=f"its results are not those of the model: {says}")
     return Trial(True, different, remark=says)
-
-
-def _measured(
-    forward: Any, model: torch.nn.Module, arguments: Any, *, counted: bool = False
-) -> Measured:
-    named = list(model.named_parameters())
-    with restore_step(model, arguments) as written:
-        measured = run_step(forward, model, arguments, count=counted, kernels=counted)
-        # A momentum encoder's are results as buffers are.
-        ours = {id(weight) for weight in written.weights()}
-        measured.results.update(
-            (f"parameter {name}", here(own).detach().clone())
-            for name, own in named
-            if id(own) in ours
-        )
-        return measured
 
 
 def _has_memory(model: torch.nn.Module, arguments: Any) -> bool:

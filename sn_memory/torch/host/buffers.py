@@ -230,7 +230,7 @@ _PROBE_BYTES = 1 << 24
 _PROBES = 3
 
 
-class FileLanes:
+class FileLanes(Lanes):
     """Two lanes of a thread each: one reads a file into memory, one writes it.
 
     While they read and write, the interpreter's lock is free, so ops run beside them. A copy that
@@ -262,8 +262,9 @@ class FileLanes:
         if ticket is not None:
             ticket.result()
 
-    # On the CPU ops and the program wait alike.
-    finish = wait
+    def finish(self, ticket: Ticket) -> None:
+        """Wait as ops do, on the CPU."""
+        self.wait(ticket)
 
     def _move(
         self, tensor: torch.Tensor, offset: int, after: Sequence[Future[None]], *, write: bool

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,7 +10,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrize
 
-from ...base.errors import PlanWarning
+from ...base.errors import warn_user
+from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import device_types
 
 # Names of the hooks that torch's checkpoint puts on in its first and in its second run.
@@ -53,12 +52,7 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 def warn(text: str) -> None:
     """Warn at the line of the user's that called a model, or a backward pass."""
-    # The first frame that is neither torch's nor ours: depths differ with hooks and wrappers.
-    inside = (torch.__path__[0], __file__.removesuffix("torch/model/modes.py"))
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
-        frame, level = frame.f_back, level + 1
-    warnings.warn(text, PlanWarning, stacklevel=level)
+    warn_user(text, torch.__path__[0])
 
 
 def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
@@ -130,6 +124,36 @@ class Forwards:
             yield
         finally:
             self.__enter__()
+
+
+@contextmanager
+def replaced_tensors(
+    model: torch.nn.Module,
+    stand_in: Callable[[torch.Tensor], torch.Tensor],
+    *slots: str,
+) -> Iterator[None]:
+    """Let modules hold others in the places of their tensors; one that several hold stays one.
+
+    stand_in : called once for each
+    slots : which, `_parameters` where none is named; all of one before the next
+    """
+    modules = list(model.modules())
+    held = [getattr(module, slot) for slot in slots or ("_parameters",) for module in modules]
+    before = [(own, dict(own)) for own in held]
+    others: dict[int, torch.Tensor] = {}
+    try:
+        for own, tensors in before:
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    if id(tensor) not in others:
+                        others[id(tensor)] = stand_in(tensor)
+                    own[name] = others[id(tensor)]
+        refresh_flat_weights(modules)
+        yield
+    finally:
+        for own, tensors in before:
+            own.update(tensors)
+        refresh_flat_weights(modules)
 
 
 @contextmanager

@@ -479,6 +479,12 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def storage_sizes(held: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Return by address the bytes of the storages that tensors lie in, shared ones once."""
+    storages = (tensor.untyped_storage() for tensor in held)
+    return {int(storage._cdata): storage.nbytes() for storage in storages}
+
+
 def objects(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Return the arguments that are not tensors themselves."""
     return tuple(arg for arg in (*args, *kwargs.values()) if not isinstance(arg, torch.Tensor))

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from operator import is_
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -218,13 +218,45 @@ def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
+def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by the names of its schema, defaults spelled out."""
+    return {
+        arg.name: args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
+        for at, arg in enumerate(func._schema.arguments)
+    }
+
+
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that a call writes into, in the order of its schema."""
+    named = named_arguments(func, args, kwargs)
     return [
-        args[at] if at < len(args) else kwargs.get(arg.name)
-        for at, arg in enumerate(func._schema.arguments)
+        named[arg.name]
+        for arg in func._schema.arguments
         if arg.alias_info is not None and arg.alias_info.is_write
     ]
+
+
+def hidden_statistics(func: Any, named: dict[str, Any]) -> tuple[str, ...]:
+    """Return the names of running statistics that a call updates, and its schema does not say.
+
+    Batch norm in training changes them in place. Given None there instead, it returns the same and
+    changes nothing, which is how it is run again. Its functional form returns new ones instead.
+
+    named : the arguments of the call
+    """
+    return takes_statistics(func) if named.get("training") or named.get("train") else ()
+
+
+@cache
+def takes_statistics(func: Any) -> tuple[str, ...]:
+    """Return the names of running statistics that an op may update unsaid."""
+    if str(func.overloadpacket).endswith("_functional"):
+        return ()
+    return tuple(
+        arg.name
+        for arg in func._schema.arguments
+        if arg.name in ("running_mean", "running_var") and arg.alias_info is None
+    )
 
 
 def kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
@@ -261,25 +293,6 @@ def _kept_by_hooks(slots: Iterable[dict[int, Any]]) -> Iterator[tuple[str, Any]]
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was changed in place; one made in inference mode does not count."""
     return 0 if tensor.is_inference() else tensor._version
-
-
-def fingerprint(value: Any) -> Hashable:
-    """Return a key that differs once something in a value was changed; it keeps nothing alive."""
-    prints: list[Hashable] = []
-    for holder in _holders(value, set(), _DEPTH):
-        held = _held(holder)
-        prints.append(id(holder))
-        prints += [_print_of(item) for item in (*held.items, *held.attributes.values())]
-    return tuple(prints)
-
-
-def _print_of(value: Any) -> Hashable:
-    if isinstance(value, torch.Tensor):
-        # An id may be another tensor's by now; hardly with the same shape and version.
-        return id(value), tuple(value.shape), version_of(value)
-    if isinstance(value, bool | int | float | str):
-        return type(value), repr(value)
-    return id(value)
 
 
 def _holders(value: Any, seen: set[int], depth: int) -> Iterator[Any]:

@@ -18,9 +18,14 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SEEDS, SetsStateError, TraceError
-from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import in_use, now, working_device
-from .modes import Forwards, kernel_of_max_pool1d, outside_autocast, outside_saved_tensors_hooks
+from .modes import (
+    Forwards,
+    kernel_of_max_pool1d,
+    outside_autocast,
+    outside_saved_tensors_hooks,
+    replaced_tensors,
+)
 from .results import ends_of, tensors_of
 from .sharded import here, pieces, shards_put_back
 from .signature import Arguments, tensors
@@ -33,6 +38,7 @@ from .snapshot import (
     kept_by,
     kept_by_code,
     kept_by_global_hooks,
+    version_of,
 )
 from .tracker import AllocationTracker, Scratch, StorageTracker, is_profiled
 
@@ -110,6 +116,45 @@ def _comparable(state: Any) -> Any:
     if isinstance(state, torch.Tensor):
         state = state.numpy()
     return state.tobytes() if isinstance(state, np.ndarray) else state
+
+
+class SideEffects:
+    """What a call has changed since this was created, so that a second one would do otherwise.
+
+    inputs : tensors that it is not to write to
+    objects : what it is not to change at any depth, nor tensors in them
+    """
+
+    def __init__(self, inputs: Iterable[torch.Tensor], objects: Iterable[Any]) -> None:
+        self._objects = StateSnapshot(("", value) for value in objects)
+        self._versions = _versions(inputs)
+        self._inner_versions = _versions(self._objects.tensors())
+        self._drawn = outside_states()
+
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are any that it, or what comes later, could change."""
+        return bool(self._objects)
+
+    def objects_changed(self) -> bool:
+        """Whether objects are not as they were."""
+        return bool(self._objects.changed()) or _are_written(self._inner_versions)
+
+    def changed(self) -> bool:
+        """Whether anything is not as it was, random numbers outside torch included."""
+        return (
+            _are_written(self._versions)
+            or self._drawn != outside_states()
+            or self.objects_changed()
+        )
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(tensor, version_of(tensor)) for tensor in tensors]
+
+
+def _are_written(versions: list[tuple[torch.Tensor, int]]) -> bool:
+    return any(version_of(tensor) != version for tensor, version in versions)
 
 
 @contextmanager
@@ -486,7 +531,19 @@ def restore_step(
     before = ModelSnapshot(model, inputs, (*model.buffers(), *input_tensors, *inside), spared)
     overwritten = Values(written or (), ())
     watched = WrittenWeights((weight, part) for weight in weights for part in pieces(weight))
-    with restore_rng_state(), shards_put_back(model) as shards, _without_hooks(model, shards):
+
+    def without_hooks(weight: torch.Tensor) -> torch.Tensor:
+        if id(weight) in shards:
+            return weight
+        param = torch.nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+        param.__dict__.update(weight.__dict__)
+        return param
+
+    with (
+        restore_rng_state(),
+        shards_put_back(model) as shards,
+        replaced_tensors(model, without_hooks),
+    ):
         watching = watched if written is None else nullcontext()
         try:
             with outside_saved_tensors_hooks(), watching:
@@ -499,29 +556,30 @@ def restore_step(
             overwritten.restore()
 
 
-@contextmanager
-def _without_hooks(model: torch.nn.Module, spared: set[int]) -> Iterator[None]:
-    """Exchange parameters, but for those spared, for new ones, which have no hooks."""
-    modules = list(model.modules())
-    before = [(module, dict(module._parameters)) for module in modules]
-    stand_ins: dict[int, torch.nn.Parameter] = {}
-    try:
-        for module, parameters in before:
-            for name, own in parameters.items():
-                if own is None or id(own) in spared:
-                    continue
-                if id(own) not in stand_ins:  # tied parameters stay tied
-                    param = torch.nn.Parameter(own.detach(), requires_grad=own.requires_grad)
-                    param.__dict__.update(own.__dict__)
-                    stand_ins[id(own)] = param
-                module._parameters[name] = stand_ins[id(own)]
-        refresh_flat_weights(modules)
-        yield
-    finally:
-        for module, parameters in before:
-            module._parameters.clear()
-            module._parameters.update(parameters)
-        refresh_flat_weights(modules)
+def measured_step(
+    forward: Forward,
+    model: torch.nn.Module,
+    arguments: Arguments,
+    *,
+    written: Sequence[torch.Tensor] | None = None,
+    **settings: Any,
+) -> Measured:
+    """Run a step as `run_step` does, with the same settings, and leave the model as it was.
+
+    Parameters that it writes to, as a momentum encoder does, are results as buffers are.
+
+    written : as in `restore_step`
+    """
+    named = list(model.named_parameters())
+    with restore_step(model, arguments, written=written) as watched:
+        measured = run_step(forward, model, arguments, **settings)
+        ours = {id(param) for param in (watched.weights() if written is None else written)}
+        measured.results.update(
+            (f"parameter {name}", here(param).detach().clone())
+            for name, param in named
+            if id(param) in ours
+        )
+        return measured
 
 
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:

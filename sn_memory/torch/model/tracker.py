@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 from ...graph.graph import rounded
 from ..target.accelerator import asked_for_device, is_apart, memory_of, synchronize
 from .sharded import pieces
+from .signature import storage_sizes
 
 # Of a call: its overload, its arguments by place and by name, and its results.
 Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
@@ -201,10 +202,7 @@ class AllocationTracker:
     ) -> None:
         self._kernels = kernels
         self._device = device if device is not None and is_apart(device) else None
-        held = {
-            tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in known
-        }
-        self.start_bytes = self.live_bytes = self.peak_bytes = sum(held.values())
+        self.start_bytes = self.live_bytes = self.peak_bytes = sum(storage_sizes(known).values())
         self.peak_op = "start"
 
     def meet(self, tensor: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -26,8 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from ..model.guards import joined, recorded_reads
 from ..model.sharded import is_elsewhere, is_sharded, most, pieces
 from ..model.signature import objects, tensors
-from ..model.snapshot import StateSnapshot, fingerprint, kept_by, version_of
-from ..model.step import Generators, device_of, outside_states, restore_step
+from ..model.snapshot import StateSnapshot, kept_by, version_of
+from ..model.step import Generators, SideEffects, device_of, outside_states, restore_step
 from ..target.accelerator import rng_state
 
 
@@ -57,10 +57,8 @@ class Behaviour:
 class _Running:
     module: torch.nn.Module
     began: float
-    rng_state: list[Any]
-    seen: Hashable
-    inputs: list[tuple[torch.Tensor, int]]
-    weights: list[tuple[torch.Tensor, int]]
+    effects: SideEffects
+    inputs: list[torch.Tensor]
     input_memories: set[int]
     counted: dict[int, Any] = field(default_factory=dict)
 
@@ -92,8 +90,8 @@ class Probe:
         self.behaviour: dict[torch.nn.Module, Behaviour] = {}
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
-        # Objects among the arguments of modules, to be compared once more after the pass.
-        self._received: list[tuple[torch.nn.Module, Any, Hashable]] = []
+        # With objects among the arguments, to be compared once more after the pass.
+        self._received: list[tuple[torch.nn.Module, SideEffects]] = []
         self._resident = {
             piece.untyped_storage()._cdata
             for tensor in (*model.parameters(), *model.buffers())
@@ -146,8 +144,8 @@ class Probe:
                     self._mark(module)
                 # Other names are of what hooks hold, which is no attribute.
                 self.sets |= {(place, name) for name in names & (before.keys() | now.keys())}
-            for module, others, seen in self._received:
-                if fingerprint(others) != seen:
+            for module, effects in self._received:
+                if effects.objects_changed():
                     self._mark(module)
             self._received.clear()
         self.written = written.weights()
@@ -251,15 +249,12 @@ class Probe:
             plain = [tensor for tensor in tensors(arguments) if not is_batched(tensor)]
             if len(plain) < len(tensors(arguments)):
                 self._mark(module)
-            inputs = [(tensor, version_of(tensor)) for tensor in plain]
-            weights = [(param, version_of(param)) for param in module.parameters()]
             parts = (piece for tensor in plain for piece in pieces(tensor))
             memories = {piece.untyped_storage()._cdata for piece in parts}
-            rng_state, seen = outside_states(), fingerprint(objects(args, kwargs))
+            # Parameters that it writes to, as a momentum encoder does, would be updated twice.
+            effects = SideEffects([*plain, *module.parameters()], objects(args, kwargs))
             began = time.perf_counter()
-            self._running.append(
-                _Running(module, began, rng_state, seen, inputs, weights, memories)
-            )
+            self._running.append(_Running(module, began, effects, plain, memories))
 
         def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
             run = self._running.pop()
@@ -267,7 +262,7 @@ class Probe:
             behaviour.seconds += time.perf_counter() - run.began
             memories = {
                 piece.untyped_storage()._cdata: piece
-                for tensor, _ in run.inputs
+                for tensor in run.inputs
                 for piece in pieces(tensor)
             }
             behaviour.given_bytes += sum(
@@ -275,14 +270,10 @@ class Probe:
                 for key, memory in memories.items()
                 if key not in self._resident
             )
-            others = objects(args, kwargs)
-            # Parameters that it writes to, as a momentum encoder does, would be updated twice.
-            read = (*run.inputs, *run.weights)
-            changed = any(version_of(tensor) != version for tensor, version in read)
-            if changed or outside_states() != run.rng_state or fingerprint(others) != run.seen:
+            if run.effects.changed():
                 behaviour.unrepeatable = True
-            elif run.seen:
-                self._received.append((module, others, run.seen))
+            elif run.effects.has_objects:
+                self._received.append((module, run.effects))
 
         hooks = []
         for module in modules:

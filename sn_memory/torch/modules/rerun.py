@@ -41,10 +41,7 @@ class Unit(Behaviour):
 def rerunning(
     model: torch.nn.Module, units: Sequence[Unit], inputs: list[Input] | None = None
 ) -> Forwards:
-    """Return a context in which modules have checkpointed forwards, for one forward pass.
-
-    inputs : a list to which the units' inputs are added; None if they are not needed
-    """
+    """Return a context of one forward pass in which modules are checkpointed; adds to `inputs`."""
     # FSDP2 replaces parameters between the two runs.
     sharded, modules = is_sharded(model), dict(model.named_modules())
     again = [(modules[unit.name], unit) for unit in units]
@@ -78,9 +75,7 @@ def _checkpointed(
             inputs.extend(
                 (unit.name, tensor, version_of(tensor)) for tensor in tensors((args, kwargs))
             )
-        state = RunState(unit.name, module, (args, kwargs), unit.changed, sharded=sharded)
-        for tensor in tensors((args, kwargs)):
-            state.expect_unchanged(tensor, "an input")
+        state = RunState({unit.name: module}, (args, kwargs), unit.changed, sharded=sharded)
         requires_grad = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
         # Kept by this closure: tensors of inference mode, which autograd cannot save, and those
         # passed by name as well. Attention asks whether its query is its key, and a caller's hooks
@@ -99,7 +94,7 @@ def _checkpointed(
                 result = forward(*(args[place] for place in same_as), **kwargs)
                 state.end()
                 return result
-            with state.again():
+            with state:
                 # Before places are looked up, so that one replaced here stays one tensor, too.
                 args = tuple(map(_with_requires_grad, args, requires_grad))
                 return forward(*(args[place] for place in same_as), **kwargs)

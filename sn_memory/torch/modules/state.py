@@ -7,8 +7,8 @@ was replaced is put back for the second run; what was changed in place is lost, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from ..errors import ReplayError
 from ..model.guards import OF_TORCH
 from ..model.signature import tensors
 from ..model.snapshot import version_of
+from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import is_apart, rng_state, set_rng_state
 
 _SLOTS = tuple(
@@ -25,34 +26,36 @@ _SLOTS = tuple(
     for name, value in torch.nn.Module().__dict__.items()
     if name in OF_TORCH and isinstance(value, dict)
 )
+# A forward that others put on the instance is theirs to take off.
+_IGNORED = OF_TORCH | {"forward"}
 
 
 class RunState:
-    """What a module reads besides its arguments, as it is when this is created.
+    """What a run of modules reads besides its arguments, as of when this is created.
 
-    name, module : the module's path, and the module
-    arguments : its arguments, which are not held
-    changed : buffers that its run changes, as (module, name); None to compare copies of all.
-    sharded : whether FSDP2 replaces its parameters
+    Inside `with`, for a second run, it is so again; what that assigns is dropped. A tensor that was
+    changed in place since cannot be put back, and is an error.
+
+    modules : by the name that errors say
+    arguments : of the run, which are not held; None where others keep random numbers and arguments
+    changed : buffers that the run changes, as (module, name); None to compare copies of all.
+    sharded : whether FSDP2 replaces parameters
     """
 
     def __init__(
         self,
-        name: str,
-        module: torch.nn.Module,
-        arguments: Any,
-        changed: Sequence[tuple[torch.nn.Module, str]] | None = None,
+        modules: Mapping[str, torch.nn.Module],
+        arguments: Any = None,
+        changed: Sequence[tuple[torch.nn.Module, str]] | None = (),
         *,
         sharded: bool = False,
     ) -> None:
-        self._name = name
+        named = {part: name for name, module in modules.items() for part in module.modules()}
+        self._held = [_Held(name, part, sharded) for part, name in named.items()]
         inputs = tensors(arguments)
-        devices = {
-            torch.device("cpu"),
-            *(value.device for value in inputs if is_apart(value.device)),
-        }
+        devices = {value.device for value in inputs if is_apart(value.device)}
+        devices |= set() if arguments is None else {torch.device("cpu")}
         self._random = {device: rng_state(device) for device in devices}
-        self._held = [_Held(inner, sharded) for inner in module.modules()]
         # Inside of `parametrize.cached()`: a weight that was computed before is not computed again.
         # Under the module that the parametrization was registered on, of which this may be a copy.
         self._cached = parametrize._cache_enabled, dict(parametrize._cache)
@@ -66,14 +69,18 @@ class RunState:
             if (buffer := owner._buffers[name]) is not None
         ]
         # All other tensors must not be changed before the second run.
-        copied = {id(buffer) for _, _, buffer, _ in self._copies}
+        copied = {id(buffer) for buffer in self.changed}
         self._versions: list[tuple[torch.Tensor, int, str]] = []
         for held in self._held:
             for what, tensor in held.read():
                 if id(tensor) not in copied:
-                    self.expect_unchanged(tensor, what)
+                    self._expect_unchanged(tensor, what)
+        for tensor in inputs:
+            self._expect_unchanged(tensor, f"an input of {next(iter(modules))!r}")
+        # What undoes each time that it is in force: several where a graph is retained.
+        self._undo: list[ExitStack] = []
 
-    def expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
+    def _expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
         """Raise in the second run if a tensor was changed in place by then."""
         # Detached: that shares the version counter, and holds no graph.
         self._versions.append((tensor.detach(), version_of(tensor), what))
@@ -92,31 +99,32 @@ class RunState:
             if module._buffers[name] is not buffer or not torch.equal(buffer, copy):
                 self._copies.append((module, name, buffer, copy))
             else:
-                self.expect_unchanged(buffer, f"buffer {name}")
+                owner = next(held.name for held in self._held if held.module is module)
+                self._expect_unchanged(buffer, f"buffer {name} of {owner!r}")
 
     @property
     def changed(self) -> list[torch.Tensor]:
         """Buffers that the run changes."""
         return [buffer for _, _, buffer, _ in self._copies]
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Restore everything for the second run, and put back what is there now afterwards."""
+    def __enter__(self) -> None:
         for tensor, version, what in self._versions:
             if version_of(tensor) != version:
                 raise ReplayError(
-                    f"{what} of {self._name!r}, which runs again in the backward pass, was changed "
-                    f"after its forward pass: version {version_of(tensor)}, expected {version}. "
-                    "Change it after backward(), and call the optimizer's step after that too."
+                    f"{what}, which runs again in the backward pass, was changed after its forward "
+                    f"pass: version {version_of(tensor)}, expected {version}. Change it after "
+                    "backward(), and call the optimizer's step after that too."
                 )
-        # What is there between the passes, to be put back.
-        now = [_Held(held.module, held.sharded) for held in self._held]
-        random = {device: rng_state(device) for device in self._random}
-        after = [buffer.clone() for buffer in self.changed]
-        cache = parametrize._cache_enabled, parametrize._cache
-        try:
-            parametrize._cache_enabled, weights = self._cached
-            parametrize._cache = dict(weights)
+        with ExitStack() as undo:
+            for buffer in self.changed:
+                undo.callback(_fill, buffer, buffer.clone())
+            for held in self._held:
+                undo.callback(_Held(held.name, held.module, held.sharded).put, alone=True)
+            for device in self._random:
+                undo.callback(set_rng_state, device, rng_state(device))
+            undo.callback(_set_cache, parametrize._cache_enabled, parametrize._cache)
+            enabled, weights = self._cached
+            _set_cache(enabled, dict(weights))
             for device, state in self._random.items():
                 set_rng_state(device, state)
             for held in self._held:
@@ -124,29 +132,28 @@ class RunState:
             for module, name, buffer, copy in self._copies:
                 module._buffers[name] = buffer
                 _fill(buffer, copy)
-            yield
-        finally:
-            parametrize._cache_enabled, parametrize._cache = cache
-            for device, state in random.items():
-                set_rng_state(device, state)
-            for held in now:
-                held.put()
-            for buffer, value in zip(self.changed, after, strict=True):
-                _fill(buffer, value)
+            self._undo.append(undo.pop_all())
+
+    def __exit__(self, *_: object) -> None:
+        self._undo.pop().close()
+
+
+def _set_cache(enabled: int, weights: Any) -> None:
+    """Set what `parametrize.cached()` knows; it has module globals, and no function for it."""
+    parametrize._cache_enabled, parametrize._cache = enabled, weights
 
 
 class _Held:
     """What a module holds: torch's own dictionaries, and all other attributes."""
 
-    def __init__(self, module: torch.nn.Module, sharded: bool) -> None:
-        self.module, self.sharded = module, sharded
+    def __init__(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
+        self.name, self.module, self.sharded = name, module, sharded
         self.attributes, self.slots = self._now()
         self.requires_grad = {id(param): param.requires_grad for param in self._parameters()}
 
     def _now(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-        current, ignored = self.module.__dict__, OF_TORCH | {"forward"}
-        # A forward that others put on the instance is theirs to take off.
-        attributes = {name: value for name, value in current.items() if name not in ignored}
+        current = self.module.__dict__
+        attributes = {name: value for name, value in current.items() if name not in _IGNORED}
         # FSDP2 gathers its parameters for the second run as for the first.
         slots = (name for name in _SLOTS if not (self.sharded and name == "_parameters"))
         return attributes, {name: dict(current[name]) for name in slots}
@@ -160,10 +167,10 @@ class _Held:
         for what, slot in kinds.items():
             for name, tensor in self.slots.get(slot, {}).items():
                 if tensor is not None:
-                    yield f"{what} {name}", tensor
+                    yield f"{what} {name} of {self.name!r}", tensor
         for name, tensor in self.attributes.items():
             if isinstance(tensor, torch.Tensor):
-                yield f"attribute {name}", tensor
+                yield f"attribute {name} of {self.name!r}", tensor
 
     def forget_changed(self) -> None:
         """Drop what the run has replaced: a second run replaces it by itself."""
@@ -176,9 +183,11 @@ class _Held:
         }
         self.slots = {name: slot for name, slot in self.slots.items() if _same(slot, slots[name])}
 
-    def put(self) -> None:
-        """Give the module back what it held."""
+    def put(self, *, alone: bool = False) -> None:
+        """Give the module back what it held; with `alone` it has no other attributes then."""
         attributes = self.module.__dict__
+        for name in attributes.keys() - self.attributes.keys() - _IGNORED if alone else ():
+            del attributes[name]
         for name, value in self.attributes.items():
             if attributes.get(name) is not value:
                 attributes[name] = value
@@ -194,10 +203,8 @@ class _Held:
                 # Frozen since, or no longer: replaced, as the flag of the user's own must stay.
                 attributes["_parameters"][name] = param.detach().requires_grad_(required)
                 replaced = True
-        if replaced and isinstance(self.module, torch.nn.RNNBase):
-            # A list of its weights, which functional_call updates as well.
-            names = self.module._flat_weights_names
-            attributes["_flat_weights"] = [getattr(self.module, name, None) for name in names]
+        if replaced:
+            refresh_flat_weights([self.module])
 
 
 def _fill(buffer: torch.Tensor, value: torch.Tensor) -> None:

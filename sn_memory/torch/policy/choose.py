@@ -13,7 +13,6 @@ for, another choice is made for as much less or more.
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy, deepcopy
@@ -48,12 +47,7 @@ class Found:
 
 
 class Chooser:
-    """Finds choices for the blocks of one cut.
-
-    blocks : by path, those that may run again
-    seconds : per call of the recording
-    tried : runs the executor without values
-    """
+    """Finds choices for the blocks of one cut; `tried` runs the executor without values."""
 
     def __init__(
         self,
@@ -243,29 +237,30 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     args, kwargs = arguments
     known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
     # Imported here: it needs hooks of torch 2.13, and torch.compile takes seconds to import.
-    compiling: Any = importlib.import_module("..compile.backend", __package__)
-    search: Any = importlib.import_module("..compile.search", __package__)
+    from ..compile.backend import Ready, storage_bytes, until_ready
+    from ..compile.search import Request, Search
+
     peaks: list[int] = []
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
         inputs = list(inputs)
-        unused = compiling.storage_bytes(known) - compiling.storage_bytes(tensors(inputs))
+        unused = storage_bytes(known) - storage_bytes(tensors(inputs))
         # Above any peak, so that nothing runs again but what the policy says.
-        request = search.Request(1 << 62, max(0, unused), False, False, ())
+        request = Request(1 << 62, max(0, unused), False, False, ())
         # The backward pass is traced outside of autocast, where users call it.
         with functorch_config.patch(backward_pass_autocast="off"):
-            compiled_search = search.Search(module, inputs, request)
+            compiled_search = Search(module, inputs, request)
         if compiled_search.plain is not None:
             peaks.append(compiled_search.peak_bytes(compiled_search.plain))
 
         def ready(*_: Any) -> Any:
-            raise compiling.Ready
+            raise Ready
 
         return ready
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     # Each try compiles the same forward once more, and dynamo's limit is eight.
-    with compiling.until_ready(), torch._dynamo.config.patch(recompile_limit=1 << 20):
+    with until_ready(), torch._dynamo.config.patch(recompile_limit=1 << 20):
         compiled(*args, **kwargs)
     if not peaks:
         raise TraceError("torch.compile found nothing to differentiate in the model.")

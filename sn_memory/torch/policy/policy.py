@@ -20,13 +20,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from ...base.errors import PlanError
 from ...base.sizes import parse_bytes, show_bytes
-from ...cost.devices import NOMINAL
 from ...graph.records import Device
 from ...plan.plan import BudgetError, budget_line, percent_kept
 from ..errors import TraceError
 from ..model.step import device_of
 from ..model.wrapping import check_model, check_optimizer
-from ..trace.op_seconds import largest_bytes, measured_costs, measured_device, scratch_of_steps
+from ..trace.op_seconds import scratch_of_steps, timed
 from ..trace.record import Recording
 from ..trace.to_graph import flops
 from ..trace.trace import call_arguments, resident_bytes
@@ -344,12 +343,9 @@ def _seconds(
 ) -> list[float]:
     """Return seconds per call: measured, else by a roofline model."""
     place = next(iter(model.parameters())).device
-    profile = profile and place.type != "meta"  # where nothing runs
-    if device is None:
-        device = measured_device(place, largest_bytes(recording)) if profile else NOMINAL
-    costs = measured_costs(recording, place) if profile else [None] * len(recording.calls)
+    speeds, costs = timed(recording, place, profile=profile, device=device)
     return [
-        _roofline(recording, at, device) if cost is None else cost[0]
+        _roofline(recording, at, speeds) if cost is None else cost[0]
         for at, cost in enumerate(costs)
     ]
 

@@ -29,11 +29,10 @@ from torch.utils.checkpoint import (
 )
 
 from ..model.modes import Forwards
-from ..model.snapshot import written_to
+from ..model.snapshot import hidden_statistics, named_arguments, written_to
 from ..model.tracker import Scratch
 from ..trace.fake_step import fake_step
 
-_STATISTICS = ("running_mean", "running_var")
 _DROPOUT = ("aten.bernoulli_.float", "aten.div_.Scalar", "aten.mul.Tensor")
 
 # Per op, the numbers of its calls whose results are saved.
@@ -61,8 +60,11 @@ class Numbers:
         return self._count[op] - 1
 
 
-def contexts(saved: Saved) -> tuple[Any, Any]:
-    """Return the contexts of one call of a block: a `context_fn` of `torch.utils.checkpoint`."""
+def contexts(saved: Saved, begins: Callable[[], None] = lambda: None) -> tuple[Any, Any]:
+    """Return the contexts of one call of a block: a `context_fn` of `torch.utils.checkpoint`.
+
+    begins : called when the second run begins
+    """
     numbers = Numbers()
     kept = {op: frozenset(calls) for op, calls in saved.items()}
 
@@ -73,7 +75,7 @@ def contexts(saved: Saved) -> tuple[Any, Any]:
         return CheckpointPolicy.PREFER_RECOMPUTE
 
     first, second = create_selective_checkpoint_contexts(policy)
-    return first, SecondRun(None, second.storage)
+    return first, SecondRun(second.storage, begins)
 
 
 def context_fn(saved: Saved, key: str) -> Any:
@@ -87,13 +89,15 @@ def context_fn(saved: Saved, key: str) -> Any:
 class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
     """Returns saved results; skips calls that would write a second time."""
 
-    def __init__(self, policy: Any, storage: Any) -> None:
-        super().__init__(policy, storage)
+    def __init__(self, storage: Any, begins: Callable[[], None]) -> None:
+        super().__init__(None, storage)
+        self._begins = begins
         self._outputs: set[int] = set()
 
     def __enter__(self) -> Any:
         # A graph that is retained runs backward once more, with another second run.
         self._outputs.clear()
+        self._begins()
         return super().__enter__()
 
     def __torch_dispatch__(
@@ -106,7 +110,9 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
             # Counted nevertheless, so that later calls have their numbers.
             self.func_counter[func] += 1
             return into[0] if len(into) == 1 else tuple(into)
-        args, kwargs = without_statistics(func, args, kwargs)
+        named = named_arguments(func, args, kwargs)
+        if hidden := hidden_statistics(func, named):
+            args, kwargs = (), named | dict.fromkeys(hidden)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
@@ -119,27 +125,6 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         """Return what a call writes to, if all of it existed before the second run."""
         into = written_to(func, args, kwargs)
         return into if into and all(_key(tensor) not in self._outputs for tensor in into) else []
-
-
-def without_statistics(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a batch norm in training without its running statistics.
-
-    Its schema names no write, but it changes them; without them it returns the same.
-    """
-    names = [arg.name for arg in func._schema.arguments]
-    # The functional form returns new statistics and writes none.
-    if "running_mean" not in names or str(func.overloadpacket).endswith("_functional"):
-        return args, kwargs
-    arguments = dict(zip(names, args, strict=False)) | kwargs
-    if not (arguments.get("training") or arguments.get("train")):
-        return args, kwargs
-    positional = [
-        None if name in _STATISTICS else arg for name, arg in zip(names, args, strict=False)
-    ]
-    named = {name: None if name in _STATISTICS else value for name, value in kwargs.items()}
-    return tuple(positional), named
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -216,35 +201,19 @@ def _around(
 ) -> Callable[..., Any]:
     """Return a block's forward under a checkpoint; `started` is called where each run starts."""
 
-    def both() -> tuple[Any, Any]:
-        assert saved is not None
-        first, second = contexts(saved)
-        return first, _ObservedRun(second.storage, lambda: started(path, "backward"))
-
     def run(*args: Any, **kwargs: Any) -> Any:
         started(path, "forward")
         if saved is None:
             result = forward(*args, **kwargs)
         else:
             # Only the form that is not reentrant takes a `context_fn`.
+            both = partial(contexts, saved, lambda: started(path, "backward"))
             result = checkpoint(forward, *args, use_reentrant=False, context_fn=both, **kwargs)
         # What comes next is in no block.
         started("", "forward")
         return result
 
     return run
-
-
-class _ObservedRun(SecondRun):
-    """A second run that calls a function when it begins."""
-
-    def __init__(self, storage: Any, begins: Callable[[], None]) -> None:
-        super().__init__(None, storage)
-        self._begins = begins
-
-    def __enter__(self) -> Any:
-        self._begins()
-        return super().__enter__()
 
 
 def sharded_peak(

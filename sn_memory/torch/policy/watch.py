@@ -19,8 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import TraceError
 from ..model.signature import objects, tensors
-from ..model.snapshot import fingerprint
-from ..model.step import restore_model, restore_rng_state
+from ..model.step import SideEffects, restore_model, restore_rng_state
 from ..trace.capture import scopes
 from ..trace.fake import FakeMode, fake_of, swapped
 from ..trace.record import Recorder, Recording
@@ -74,7 +73,7 @@ class _Run:
     """One call of a block.
 
     inputs : storages of its arguments
-    seen : what objects among its arguments held
+    effects : what it has changed
     ops : name, number and call of each
     saved : storages that autograd saves
     last : how many ops have run when autograd saves its last tensor: a second run ends there
@@ -83,7 +82,7 @@ class _Run:
 
     block: Block
     inputs: set[int]
-    seen: Any
+    effects: SideEffects
     numbers: Numbers = field(default_factory=Numbers)
     ops: list[tuple[str, int | None, int]] = field(default_factory=list)
     saved: set[int] = field(default_factory=set)
@@ -138,7 +137,7 @@ def watch(
                 "one of them."
             )
         inputs = {recorder.meet(tensor).storage for tensor in tensors((args, kwargs))}
-        ops.running = _Run(block, inputs, fingerprint(objects(args, kwargs)))
+        ops.running = _Run(block, inputs, SideEffects((), objects(args, kwargs)))
         if any(isinstance(arg, torch.Tensor) and arg.is_inference() for arg in args):
             block.reason = "it is given a tensor made in inference mode, which no checkpoint saves"
         runs.append(ops.running)
@@ -146,7 +145,7 @@ def watch(
     def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
         run, ops.running = ops.running, None
         assert run is not None
-        if fingerprint(objects(args, kwargs)) != run.seen:
+        if run.effects.objects_changed():
             run.block.reason = OF_CACHE
 
     def saved(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,8 @@ def refresh_flat_weights(modules: Iterable[torch.nn.Module]) -> None:
     """Let recurrent layers use the parameters that they have now."""
     for module in modules:
         if isinstance(module, torch.nn.RNNBase):
-            module._flat_weights = [getattr(module, name) for name in module._flat_weights_names]
+            names = module._flat_weights_names
+            module._flat_weights = [getattr(module, name, None) for name in names]
 
 
 @contextmanager

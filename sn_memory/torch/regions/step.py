@@ -302,7 +302,7 @@ class RegionStep(MeasuredStep):
 
 
 class _FirstOnly:
-    """The further derivatives of a region, of which there are none; see PlainStep."""
+    """The further derivatives of a region, of which there are none; see `PlainStep`."""
 
     def __init__(self, region: Region, kind: TracedCall, warned: set[str]) -> None:
         self._region, self._kind, self._warned = region, kind, warned

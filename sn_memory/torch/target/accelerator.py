@@ -108,8 +108,8 @@ def in_use() -> list[str]:
 Ticket = Any
 
 
-class Lanes(Protocol):
-    """Two lanes between a device and the host.
+class Lanes:
+    """Two lanes between a device and the host; these copy at once, for the CPU, where both are one.
 
     A copy may run at any time between what it is said to come after and the `wait` for its ticket.
     Neither lane needs to keep an order of its own.
@@ -117,9 +117,11 @@ class Lanes(Protocol):
 
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Copy from the device to the host, after all ops so far and the copies of `after`."""
+        host.copy_(here)
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
         """Copy back into new memory, after the copy that `after` stands for; None: after none."""
+        here.copy_(host)
 
     def wait(self, ticket: Ticket) -> None:
         """Let ops from now on wait for a copy; the program does not."""
@@ -128,24 +130,7 @@ class Lanes(Protocol):
         """Let the program wait for a copy."""
 
 
-class PlainLanes:
-    """Copies at once: for the CPU, where host and device are the same memory."""
-
-    def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
-        """Copy now."""
-        host.copy_(here)
-
-    def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
-        """Copy now."""
-        here.copy_(host)
-
-    def wait(self, ticket: Ticket) -> None:
-        """Nothing to wait for."""
-
-    finish = wait
-
-
-class StreamLanes:
+class StreamLanes(Lanes):
     """A stream for each direction, of a device that has streams."""
 
     def __init__(self, device: torch.device) -> None:
@@ -182,7 +167,7 @@ class StreamLanes:
 
 def lanes_for(device: torch.device) -> Lanes:
     """Return streams where a device has them, copies that are done when asked for elsewhere."""
-    return StreamLanes(device) if has_streams(device) else PlainLanes()
+    return StreamLanes(device) if has_streams(device) else Lanes()
 
 
 class Buffers(Protocol):

@@ -16,7 +16,7 @@ from ...graph.records import Device
 from ...run.estimate import Units
 from ...run.reserved import PlacingSettings, host_budget, left, unknown
 from ..model.sharded import here
-from ..model.signature import cut_out, tensors
+from ..model.signature import cut_out, storage_sizes, tensors
 from ..model.step import device_of
 from .accelerator import free_bytes, is_apart
 from .allocator import active
@@ -68,12 +68,12 @@ def _resident_bytes(
 
 
 def _bytes_on(where: torch.device, held: list[torch.Tensor]) -> int:
-    sizes: dict[int, int] = {}
-    for local in map(here, held):
-        if local.device.type == where.type and not isinstance(local, FakeTensor):
-            storage = local.untyped_storage()
-            sizes[storage._cdata] = storage.nbytes()
-    return sum(sizes.values())
+    local = (
+        local
+        for local in map(here, held)
+        if local.device.type == where.type and not isinstance(local, FakeTensor)
+    )
+    return sum(storage_sizes(local).values())
 
 
 def units_of(model: torch.nn.Module) -> Units:

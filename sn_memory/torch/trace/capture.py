@@ -11,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
 from threading import get_ident
@@ -31,13 +31,13 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from ..errors import SetsStateError, TraceError, first_line, innermost_line, sample_line
 from ..model.guards import recorded_reads
-from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast
+from ..model.modes import casting, kernel_of_max_pool1d, outside_autocast, replaced_tensors
 from ..model.results import ends_of, flatten_outputs, same_bits
 from ..model.signature import is_ones, may_be_known
-from ..model.snapshot import TRACING_HOOKS, StateSnapshot
+from ..model.snapshot import TRACING_HOOKS, StateSnapshot, named_arguments
 from ..model.step import changes_what_it_is_given, forbid_external_rng, restore_model
 from ..target.gpu import Gpu
-from .fake import FakeMode, ValueMode, fake_of, quiet, swap_tensors
+from .fake import FakeMode, ValueMode, fake_of, quiet
 from .rearrange import without_unused
 from .record import Call, Captured, Layouts, Recorder, layout_key
 
@@ -61,70 +61,23 @@ def capture(
     part : of a larger step, which goes on with the gradients of the inputs
     """
 
-    def captured_with(ones: frozenset[int], *, inside: bool = False) -> Captured:
-        capturing = partial(_Capture, model, layouts, inside, gpu, ones, ends, arriving, part)
-        return _captured(model, args, kwargs, capturing)
+    def record(ones: frozenset[int], *, inside: bool = False) -> Captured:
+        capture = _Capture(model, layouts, gpu, ends, arriving, part, ones, inside)
+        return capture.captured(args, kwargs)
 
     with recorded_reads(model) as reads:
         if gpu is not None:
-            return replace(captured_with(frozenset()), reads=reads())
-        captured = _assuming_ones(captured_with, tree_leaves((args, kwargs)))
+            return replace(record(frozenset()), reads=reads())
+        captured = _assuming_ones(record, tree_leaves((args, kwargs)))
         if casting():
             # Once more, to tell only: would backward inside of autocast make other calls?
-            inside = captured_with(captured.ones, inside=True)
+            inside = record(captured.ones, inside=True)
             captured = replace(captured, only_outside=_course(inside) != _course(captured))
         return replace(captured, reads=reads())
 
 
 def _course(captured: Captured) -> list[Any]:
     return [layout_key(call.target, call.flat) for call in captured.recording.calls]
-
-
-def _captured(
-    model: torch.nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    capturing: Callable[[], _Capture],
-) -> Captured:
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TraceError(
-            "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it was "
-            "made from."
-        )
-    with restore_model(model, (args, kwargs)), forbid_external_rng(), quiet():
-        try:
-            capture = capturing()
-            captured = capture.run(args, kwargs)
-            left = _left_outside(capture.recorder)
-        except TraceError:
-            raise
-        except (DataDependentOutputException, DynamicOutputShapeException) as error:
-            raise TraceError(
-                f"{error.func} makes the control flow of the model depend on values, not only on "
-                f"shapes ({innermost_line(error.__traceback__)}). Compute with tensors instead of "
-                "Python numbers there."
-            ) from error
-        except UnsupportedOperatorException as error:
-            raise TraceError(
-                f"{error.func} has no rule for fake tensors "
-                f"({innermost_line(error.__traceback__)}). Register one with "
-                "torch.library.register_fake."
-            ) from error
-        except Exception as error:
-            raise TraceError(
-                f"it raises {type(error).__name__} under fake tensors "
-                f"({innermost_line(error.__traceback__)}): "
-                f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; is "
-                "it what the model takes?"
-            ) from error
-    # What its modules hold was an error by now.
-    if left:
-        raise SetsStateError(
-            f"the forward pass leaves what it computes in a {left}, where a replay of its calls "
-            "would leave nothing. Return it with the other results. If it does so in its first "
-            "step only, run one step before planning."
-        )
-    return captured
 
 
 def _left_outside(recorder: Recorder) -> str:
@@ -155,27 +108,33 @@ def _left_outside(recorder: Recorder) -> str:
 _OF_AUTOGRAD = (FrameType, torch.Tensor, torch._C._FunctionBase)
 
 
+@dataclass
 class _Capture:
-    """One capture: fake tensors by the identity of the real ones, and the recorder."""
+    """One recording: fake tensors by the identity of the real ones, and the recorder.
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        layouts: Layouts | None,
-        inside: bool,
-        gpu: Gpu | None,
-        ones: frozenset[int],
-        ends: Sequence[bool],
-        arriving: Sequence[tuple[int, ...] | None],
-        part: bool,
-    ) -> None:
-        self.model, self.gpu, self.ones, self.ends = model, gpu, ones, ends
-        self.arriving, self.part = arriving, part
-        # Whether the backward pass runs inside autocast, where the forward pass does.
-        self.inside = inside
-        values = ValueMode(tracing=True) if gpu is None else None
-        self.values, self.mode = values, values or FakeMode(None if gpu is None else gpu.walk)
-        self.recorder = Recorder(layouts, values.is_look) if values else Recorder(layouts)
+    The first are parameters of `capture`.
+
+    ones : places of inputs that the model may look at, as they are all ones
+    inside : whether the backward pass runs inside autocast, where the forward pass does
+    """
+
+    model: torch.nn.Module
+    layouts: Layouts | None
+    gpu: Gpu | None
+    ends: Sequence[bool]
+    arriving: Sequence[tuple[int, ...] | None]
+    part: bool
+    ones: frozenset[int]
+    inside: bool
+
+    def __post_init__(self) -> None:
+        values = ValueMode(tracing=True) if self.gpu is None else None
+        self.values, self.mode = (
+            values,
+            values or FakeMode(None if self.gpu is None else self.gpu.walk),
+        )
+        is_look = {} if values is None else {"is_look": values.is_look}
+        self.recorder = Recorder(self.layouts, **is_look)
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of an input that is all ones, what the model is given for it.
         self.ones_of: dict[int, torch.Tensor] = {}
@@ -184,10 +143,53 @@ class _Capture:
         self.trained: dict[int, bool] = {}
         self.storages: dict[int, int] = {}
 
+    def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
+        """Record the step; raises TraceError for whatever keeps it from being replayed."""
+        if isinstance(self.model, torch.jit.ScriptModule):
+            raise TraceError(
+                "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it "
+                "was made from."
+            )
+        with restore_model(self.model, (args, kwargs)), forbid_external_rng(), quiet():
+            try:
+                with (
+                    replaced_tensors(self.model, partial(self.fake, role="parameter")),
+                    replaced_tensors(self.model, partial(self.fake, role="state"), "_buffers"),
+                ):
+                    captured = self.run(args, kwargs)
+                left = _left_outside(self.recorder)
+            except TraceError:
+                raise
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise TraceError(
+                    f"{error.func} makes the control flow of the model depend on values, not only "
+                    f"on shapes ({innermost_line(error.__traceback__)}). Compute with tensors "
+                    "instead of Python numbers there."
+                ) from error
+            except UnsupportedOperatorException as error:
+                raise TraceError(
+                    f"{error.func} has no rule for fake tensors "
+                    f"({innermost_line(error.__traceback__)}). Register one with "
+                    "torch.library.register_fake."
+                ) from error
+            except Exception as error:
+                raise TraceError(
+                    f"it raises {type(error).__name__} under fake tensors "
+                    f"({innermost_line(error.__traceback__)}): "
+                    f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; "
+                    "is it what the model takes?"
+                ) from error
+        # What its modules hold was an error by now.
+        if left:
+            raise SetsStateError(
+                f"the forward pass leaves what it computes in a {left}, where a replay of its "
+                "calls would leave nothing. Return it with the other results. If it does so in its "
+                "first step only, run one step before planning."
+            )
+        return captured
+
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        # The caller puts the real tensors back (`restore_model`).
-        parameters = self.swap("_parameters", "parameter")
-        buffers = self.swap("_buffers", "state")
+        parameters, buffers = [*self.model.named_parameters()], [*self.model.named_buffers()]
         flat, spec = tree_flatten((args, kwargs))
         inputs = [self.fake(arg, "input") if _is_tensor(arg) else arg for arg in flat]
         views = tuple(self.recorder.view(arg) if _is_tensor(arg) else None for arg in inputs)
@@ -262,8 +264,11 @@ class _Capture:
     def fake(self, tensor: torch.Tensor, role: str) -> torch.Tensor:
         if id(tensor) not in self.fakes:
             place = None if self.gpu is None else self.gpu.place
-            self.fakes[id(tensor)] = fake_of(self.mode, tensor, place)
-            self.recorder.give(self.fakes[id(tensor)], role)
+            fake = self.fakes[id(tensor)] = fake_of(self.mode, tensor, place)
+            self.storages[id(fake)] = self.recorder.give(fake, role).storage
+            if role == "parameter":
+                self.trained[id(fake)] = fake.requires_grad
+                self.recorder.weights.add(tensor.untyped_storage()._cdata)
         return self.fakes[id(tensor)]
 
     def with_values(self, fake: torch.Tensor) -> torch.Tensor:
@@ -274,20 +279,6 @@ class _Capture:
                 self.recorder.alias(ones, fake)
             self.ones_of[id(fake)] = fake if ones is None else ones
         return self.ones_of[id(fake)]
-
-    def swap(self, slot: str, role: str) -> list[tuple[str, torch.Tensor]]:
-        """Put fake tensors into the modules; return path and fake, each tensor once."""
-        swapped_tensors: dict[int, tuple[str, torch.Tensor]] = {}
-        for path, module in self.model.named_modules():
-            for name, real, fake in swap_tensors(
-                module, slot, lambda value: self.fake(value, role)
-            ):
-                self.storages[id(fake)] = self.recorder.view(fake).storage
-                if slot == "_parameters":
-                    self.trained[id(fake)] = fake.requires_grad
-                    self.recorder.weights.add(real.untyped_storage()._cdata)
-                swapped_tensors.setdefault(id(fake), (f"{path}.{name}" if path else name, fake))
-        return list(swapped_tensors.values())
 
     def backward(
         self, ends: list[torch.Tensor], wanted: list[torch.Tensor]
@@ -504,10 +495,7 @@ def _same(one: Captured, other: Captured) -> bool:
 def _comparable(call: Call) -> tuple[Any, ...]:
     """Return what is called with what; a default that is spelled out, as some modes do, is one."""
     args, kwargs = call.arguments(lambda view: view)
-    inputs = [
-        args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
-        for at, arg in enumerate(call.target._schema.arguments)
-    ]
+    inputs = [*named_arguments(call.target, args, kwargs).values()]
     # A tensor whose form alone is read stands there on the meta device, without values to compare.
     inputs = tree_map_only(
         torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), inputs

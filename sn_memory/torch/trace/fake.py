@@ -18,7 +18,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._prims_common import (
@@ -39,6 +39,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from ..errors import TraceError
+from ..model.modes import replaced_tensors
 from ..model.signature import COMPUTED, MOST_KNOWN, may_be_known, tensors
 from ..model.snapshot import written_to
 from ..quirks import grouped, recurrent
@@ -480,47 +481,17 @@ def fake_of(
     return fake.requires_grad_(tensor.requires_grad)
 
 
-def swap_tensors(
-    module: torch.nn.Module, slot: str, fake: Callable[[torch.Tensor], torch.Tensor]
-) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Put fake tensors into a module's `_parameters` or `_buffers`: name, real one, fake one."""
-    own = cast("dict[str, Any]", getattr(module, slot))
-    swapped = [(name, tensor, fake(tensor)) for name, tensor in own.items() if tensor is not None]
-    for name, _, replacement in swapped:
-        own[name] = replacement
-    if slot == "_parameters":
-        # They keep a list of their weights beside `_parameters`.
-        recurrent.refresh_flat_weights([module])
-    return swapped
-
-
 @contextmanager
 def swapped(
     model: torch.nn.Module, mode: FakeMode, place: torch.device | None = None
 ) -> Iterator[None]:
     """Let parameters and buffers be tensors without values."""
-    fakes: dict[int, torch.Tensor] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in fakes:
-            fake_tensor = fake_of(mode, tensor, place)
-            is_weight = isinstance(tensor, torch.nn.Parameter)
-            fakes[id(tensor)] = (
-                torch.nn.Parameter(fake_tensor, tensor.requires_grad) if is_weight else fake_tensor
-            )
-        return fakes[id(tensor)]
+        fake_tensor = fake_of(mode, tensor, place)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(fake_tensor, tensor.requires_grad)
+        return fake_tensor
 
-    before = [
-        (own, dict(own))
-        for module in model.modules()
-        for own in (module._parameters, module._buffers)
-    ]
-    for module in model.modules():
-        for slot in ("_parameters", "_buffers"):
-            swap_tensors(module, slot, fake)
-    try:
-        with quiet():
-            yield
-    finally:
-        for own, originals in before:
-            cast("dict[str, Any]", own).update(originals)
+    with replaced_tensors(model, fake, "_parameters", "_buffers"), quiet():
+        yield

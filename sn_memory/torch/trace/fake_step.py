@@ -19,7 +19,7 @@ from ..chunked_loss import chunked_scratch, is_chunked_loss
 from ..model.modes import warn
 from ..model.results import ends_of, tensors_of
 from ..model.sharded import here
-from ..model.signature import tensors
+from ..model.signature import storage_sizes, tensors
 from ..model.snapshot import WrittenWeights
 from ..model.step import Measured, device_of, restore_model, restore_rng_state, run_step
 from ..model.tracker import Scratch, StorageTracker
@@ -247,10 +247,6 @@ def _number_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: A
 
 def _sizes_of(state: Mapping[Any, Any], place: torch.device | None = None) -> tuple[int, ...]:
     """Bytes of the tensors in an optimizer's state, each storage once; on one device if given."""
-    sizes = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in tensors([*state.values()])
-        # Counts of steps stay on the host.
-        if place is None or tensor.device == place
-    }
-    return tuple(sizes.values())
+    # Counts of steps stay on the host.
+    held = (t for t in tensors([*state.values()]) if place is None or t.device == place)
+    return tuple(storage_sizes(held).values())

@@ -20,9 +20,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -134,6 +135,28 @@ def read_times(device: torch.device) -> OpTimes:
     """Return the table of a device's ops under the settings of now: the open one, or the file's."""
     name, settings = cache_name(device), circumstances()
     return _OPEN.get(_NONE).get((name, settings)) or OpTimes(name, _is_cost, settings)
+
+
+def timed(
+    recording: Recording,
+    place: torch.device,
+    *,
+    profile: bool,
+    device: Device | None,
+    untimed: Container[int] = (),
+) -> tuple[Device, list[Cost]]:
+    """Return the speeds of a device and the cost of each call on it; None is left to speeds.
+
+    device : speeds that are known; untimed : numbers of calls that are left to them
+    """
+    calls = {at: call for at, call in enumerate(recording.calls) if at not in untimed}
+    others = replace(recording, calls=[*calls.values()])
+    profile = profile and place.type != "meta"  # where nothing runs
+    if device is None:
+        # With arrays no larger than an op's, so that measuring takes no more memory than timing.
+        device = measured_device(place, largest_bytes(others)) if profile else NOMINAL
+    costs = dict(zip(calls, measured_costs(others, place), strict=True)) if profile else {}
+    return device, [costs.get(at) for at in range(len(recording.calls))]
 
 
 def measured_costs(recording: Recording, device: torch.device) -> list[Cost]:

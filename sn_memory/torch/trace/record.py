@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from ..errors import SEEDS, TraceError
 from ..model.results import Form
-from ..model.snapshot import written_arguments, written_to
+from ..model.snapshot import named_arguments, written_arguments, written_to
 from ..target.accelerator import asked_for_device
 
 # torch conjugates and negates lazily: a bit on the tensor, which the kernel that reads it resolves.
@@ -541,9 +541,5 @@ def written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
 
 def _no_dropout(func: Any, views: tuple[Any, ...], spec: Any) -> bool:
     """Whether a call that may drop out says that it drops nothing."""
-    args, kwargs = tree_unflatten(list(views), spec)
-    for place, arg in enumerate(func._schema.arguments):
-        if arg.name in ("dropout_p", "dropout"):
-            value = args[place] if place < len(args) else kwargs.get(arg.name, arg.default_value)
-            return value == 0
-    return False
+    named = named_arguments(func, *tree_unflatten(list(views), spec))
+    return named.get("dropout_p", named.get("dropout", 1)) == 0

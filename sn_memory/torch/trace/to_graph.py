@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 from ...graph.graph import Graph
 from ...graph.records import Device, Op, Storage, Workspace, loss_op
 from ..chunked_loss import chunked_counter
+from ..model.snapshot import hidden_statistics, named_arguments, takes_statistics
 from ..quirks import grouped, recurrent
 from .record import Call, Captured, View
 
@@ -116,25 +117,14 @@ def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
 
 
 def statistics(call: Call) -> tuple[int, ...]:
-    """Places among the flat arguments of running statistics that a call updates unsaid.
-
-    Batch norm changes them in place, but its schema names no write. Given None there instead, it
-    returns the same and changes nothing, which is how it is run again. Its functional form returns
-    new statistics instead.
-    """
-    schema = call.target._schema.arguments
-    args, kwargs = tree_unflatten(list(range(len(call.flat))), call.spec)
-    places = dict(zip((arg.name for arg in schema), args, strict=False)) | kwargs
-    modes = [call.flat[places[name]] for name in ("training", "train") if name in places]
-    if not any(modes) or call.name.endswith("_functional"):
+    """Places among the flat arguments of what `hidden_statistics` names."""
+    if not takes_statistics(call.target):
         return ()
-    return tuple(
-        places[arg.name]
-        for arg in schema
-        if arg.name in places.keys() & {"running_mean", "running_var"}
-        and arg.alias_info is None
-        and isinstance(call.flat[places[arg.name]], View)
-    )
+    args, kwargs = call.arguments(lambda view: view)
+    hidden = hidden_statistics(call.target, named_arguments(call.target, args, kwargs))
+    args, kwargs = tree_unflatten(list(range(len(call.flat))), call.spec)
+    places = named_arguments(call.target, args, kwargs)
+    return tuple(places[name] for name in hidden if isinstance(call.flat[places[name]], View))
 
 
 def flops(call: Call) -> float:

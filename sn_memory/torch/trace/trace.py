@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,11 +37,9 @@ from .fake_step import fake_step, fake_step_on, optimizer_memory
 from .op_seconds import (
     Cost,
     known_costs,
-    largest_bytes,
-    measured_costs,
-    measured_device,
     scratch_of,
     scratch_of_steps,
+    timed,
 )
 from .rearrange import (
     accumulate_in_place,
@@ -222,8 +220,16 @@ def trace(
         captured = replace_shape_only_inputs(accumulate_in_place(captured, early_update=True))
     else:
         captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
-    # The calls are final. What each costs, here or by the table of devices:
-    device_speeds, costs = _timed(captured, place, profile=profile, device=speeds(device))
+    # The calls are final. What each costs, here or by the table of devices. Sums into gradients
+    # that are there may be planned for when there is no memory to time them in, and run once in any
+    # plan: the roofline will do.
+    device_speeds, costs = timed(
+        captured.recording,
+        place,
+        profile=profile,
+        device=speeds(device),
+        untimed={*captured.summed.values()},
+    )
     seconds = [cost and cost[0] for cost in costs]
     ways, notes = scratch_of_calls(captured.recording, place, costs, gpu)
     held = resident_storages(model, optimizer, gpu)
@@ -335,24 +341,6 @@ def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Capture
 def _peak_bytes(captured: Captured) -> int:
     seconds = [None] * len(captured.recording.calls)
     return peak(to_graph(captured, name="", device=NOMINAL, seconds=seconds).graph).bytes
-
-
-def _timed(
-    captured: Captured, place: torch.device, *, profile: bool, device: Device | None
-) -> tuple[Device, list[Cost]]:
-    """Return the speeds of a device and the cost of each call on it; None is left to speeds."""
-    recording = captured.recording
-    # Sums into gradients that are there may be planned for when there is no memory to time them in,
-    # and run once in any plan: the roofline will do.
-    sums = set(captured.summed.values())
-    calls = [call for at, call in enumerate(recording.calls) if at not in sums]
-    others = replace(recording, calls=calls)
-    profile = profile and place.type != "meta"
-    if device is None:
-        # With arrays no larger than an op's, so that measuring takes no more memory than timing.
-        device = measured_device(place, largest_bytes(others)) if profile else NOMINAL
-    costs = iter(measured_costs(others, place) if profile else [None] * len(calls))
-    return device, [None if at in sums else next(costs) for at in range(len(recording.calls))]
 
 
 def _other_gradients(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
