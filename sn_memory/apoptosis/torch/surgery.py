@@ -33,15 +33,6 @@ _KINDS: Final[Mapping[str, Literal["mean", "square"]]] = {
 }
 
 
-def unknown_state(parameter: torch.Tensor, state: dict[str, object]) -> str | None:
-    """Return the name of a state tensor that is neither a number nor shaped like the parameter."""
-    for key, value in state.items():
-        # Counts of steps are one number, whatever the shape.
-        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-            return key
-    return None
-
-
 class Pruner:
     """A model and its optimizer that is being pruned; `undo` gives back what was there before."""
 
