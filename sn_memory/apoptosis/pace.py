@@ -142,16 +142,10 @@ def horovod_ranks(module: str, tensor: Callable[[NDArray[Any]], Any]) -> Ranks:
 class Merged:
     """One group of neurons that shrank.
 
-    Attributes
-    ----------
-    group
-        The parameters that make the neurons, joined by " + ".
-    before, after
-        The number of neurons.
-    pairs
-        (neuron, survivor) by the numbers before; survivor None: into a bias, or into nothing.
-    changes
-        For each layer that reads the group: the relative change of what it puts out.
+    group : the parameters that make the neurons, joined by " + "
+    before, after : the number of neurons
+    pairs : (neuron, survivor) by the numbers before; survivor None: into a bias, or into nothing
+    changes : for each layer that reads the group: the relative change of what it puts out
     """
 
     group: str
@@ -172,16 +166,10 @@ def merged(group: Group, choice: Choice) -> Merged:
 class Event:
     """What one call of `Apoptosis.step` did; true if the model changed.
 
-    Attributes
-    ----------
-    step
-        Calls of `step` so far.
-    merged
-        The groups that shrank; empty in most steps.
-    refused
-        Groups left as they are, and why; empty in steps that look at nothing.
-    seconds
-        How long it took.
+    step : calls of `step` so far
+    merged : the groups that shrank; empty in most steps
+    refused : groups left as they are, and why; empty in steps that look at nothing
+    seconds : how long it took
     """
 
     step: int

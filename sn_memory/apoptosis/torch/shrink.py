@@ -338,13 +338,14 @@ class Apoptosis(BaseApoptosis):
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
         """Shrink groups; where the model cannot run then, undo, and try them one by one."""
         pruner = Pruner(self.model, self.optimizer)
+        undo = pruner.undo()
         for group, choice in chosen:
             merge_group(pruner, group, choice)
         program, failure = self._trace(batch)
         failure = failure or self._misread(program, chosen)
         if not failure:
             return list(chosen), {}
-        pruner.undo()
+        undo()
         # The trace that was kept is of the smaller model.
         self._traced = None
         if len(chosen) == 1:
