@@ -294,14 +294,9 @@ def _check(name: str, got: object, ok: bool, expected: str) -> None:
 class BatchSuggestion:
     """What fits and what it brings.
 
-    Parameters
-    ----------
-    batch
-        The largest that fits with compressed activations.
-    plain_batch
-        The largest that fits without.
-    samples_per_s, plain_samples_per_s
-        Expected with each, or None where seconds were not given.
+    batch : the largest that fits with compressed activations
+    plain_batch : the largest that fits without
+    samples_per_s, plain_samples_per_s : expected with each, or None where seconds were not given
     """
 
     batch: int

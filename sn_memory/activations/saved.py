@@ -179,34 +179,21 @@ _GRID_BYTES: Final = 6 / 256
 class Row:
     """One saved tensor: what was seen of it, and what that says.
 
-    Parameters
-    ----------
-    key
-        Module path, op, slot.
-    n
-        Elements.
-    bits
-        Per element, of the last observation; None: kept as it is.
-    variance
-        Mean variance of the rounding, of the last observation.
-    nonzero
-        Fraction of elements that are not zero.
-    gradient_energy, mean_gradient
-        Sum of squares and mean magnitude of what arrives at the layer's output; None until seen.
-    outputs, terms, coverage
-        Of the layer: features, products summed by an entry, fraction not meeting padding.
-    yardstick
-        Mean magnitude of the weight's momentum, or what stands for it.
-    overflows
-        How often it had to be kept exactly, as too many elements escaped.
-    measured_sd
-        Of the gradient's error, where it was measured.
-    group
-        Name of the memory it lies in, where others have it too.
-    kind
-        What its op is in it.
-    seconds
-        To pack and unpack it, in the first pass; 0: not measured.
+    key : module path, op, slot
+    n : elements
+    bits : per element, of the last observation; None: kept as it is
+    variance : mean variance of the rounding, of the last observation
+    nonzero : fraction of elements that are not zero
+    gradient_energy, mean_gradient : sum of squares and mean magnitude of what arrives at the
+        layer's output; None until seen
+    outputs, terms, coverage : of the layer: features, products summed by an entry, fraction not
+        meeting padding
+    yardstick : mean magnitude of the weight's momentum, or what stands for it
+    overflows : how often it had to be kept exactly, as too many elements escaped
+    measured_sd : of the gradient's error, where it was measured
+    group : name of the memory it lies in, where others have it too
+    kind : what its op is in it
+    seconds : to pack and unpack it, in the first pass; 0: not measured
     """
 
     key: str
@@ -379,17 +366,12 @@ def cheapest_reruns(
 ) -> dict[str, float]:
     """Return the places that run again, and the seconds that each saves, a byte at its price.
 
-    Parameters
-    ----------
-    kept, again
-        What a place costs as it is kept now, and run again: what is around a place comes before it.
-    price
-        Seconds that packing takes for each byte it frees. Four times that is paid without a budget;
-        with one it is doubled until the budget is kept, or all that frees bytes runs again.
-    within
-        Whether the first of two places is a part of the second.
-    fits
-        Whether a choice keeps the budget; None: there is none.
+    kept, again : what a place costs as it is kept now, and run again: what is around a place comes
+        before it
+    price : seconds that packing takes for each byte it frees. Four times that is paid without a
+        budget; with one it is doubled until the budget is kept, or all that frees bytes runs again.
+    within : whether the first of two places is a part of the second
+    fits : whether a choice keeps the budget; None: there is none
     """
     # Doubled 20 times a byte is worth any rerun: then all that frees bytes has been tried.
     dearest = price * (_DEAREST if fits is None else 2**20)
@@ -475,14 +457,9 @@ class Observed:
 class Choice:
     """What a budget allows.
 
-    Attributes
-    ----------
-    bits
-        By key; None: left as it is.
-    nonlinear_bits
-        Of what is not linear.
-    nonlinear, tensors
-        How many memories are of that kind, and of all kinds.
+    bits : by key; None: left as it is
+    nonlinear_bits : of what is not linear
+    nonlinear, tensors : how many memories are of that kind, and of all kinds
     """
 
     bits: dict[str, int | None]
@@ -499,17 +476,11 @@ def choose(
     Where more than the most bits fit, tensors are left as they are whose packing takes the most
     seconds for each byte it frees.
 
-    Parameters
-    ----------
-    seen
-        What there is to keep.
-    nonlinear_bits, least_nonlinear_bits
-        Of what is not linear: wanted, and where the budget asks for it.
+    seen : what there is to keep
+    nonlinear_bits, least_nonlinear_bits : of what is not linear: wanted, and where the budget asks
+        for it
 
-    Raises
-    ------
-    BudgetError
-        With the bytes at the fewest bits.
+    Raises BudgetError with the bytes at the fewest bits.
     """
     widths = [width for width in (8, 4, 2) if width <= nonlinear_bits] or [nonlinear_bits]
     # Norms give way first.

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,20 +70,72 @@ class Group:
     def name(self) -> str:
         return " + ".join(self.makers)
 
+    @property
+    def parameters(self) -> list[str]:
+        """The names of what is cut, or added to, when it shrinks."""
+        readers = [name for site in self.sites for name in (site.weight, site.bias)]
+        return [piece.name for piece in self.slices] + [name for name in readers if name]
+
     def refuse(self, reason: str) -> None:
         """Leave the group as it is; the first reason is the one that is reported."""
         self.reason = self.reason or reason
 
 
-class Groups:
-    """The groups of one model, joined as sums join them."""
+class Refusal(Exception):  # noqa: N818 - an answer, which `Groups.follow` takes, and no error
+    """A rule does not know what a call does to channels."""
+
+
+class Groups(ABC):
+    """The groups of one model, joined as sums join them: the state of a rim's walk over calls."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
         self._parent: list[int] = []
 
-    def new_group(self, width: int, maker: str) -> int:
-        self.groups.append(Group(width, makers=[maker]))
+    @abstractmethod
+    def tag(self, value: Any) -> Tag | None:
+        """Return where a value holds channels; None for any other value."""
+
+    def follow(
+        self,
+        rule: Callable[[], Tag | None] | None,
+        inputs: Iterable[Any],
+        *,
+        kind: str,
+        call: str,
+    ) -> Tag | None:
+        """Return where the channels lie in what a call gives; refuse the groups it does not keep.
+
+        rule : what is known of calls of this kind, bound to the call; None: nothing is
+        """
+        try:
+            if rule is None:
+                raise Refusal(f"{kind} is not understood")
+            return rule()
+        except Refusal as refusal:
+            # What it reads is not known to survive a cut; what it gives has no channels for others.
+            self.refuse(inputs, f"{refusal} (at {call})")
+            return None
+
+    def refuse(self, values: Iterable[Any], reason: str) -> None:
+        """Leave the groups of these values as they are."""
+        for value in values:
+            if tag := self.tag(value):
+                self.group(tag).refuse(reason)
+
+    def finished(self, outputs: Iterable[Any]) -> list[Group]:
+        """Return all groups of a model of these outputs, those that cannot shrink included."""
+        self.refuse(outputs, "it is an output of the model")
+        # After the walk: until its end a later call may read a group, or join it with another.
+        groups = list(self.roots())
+        for group in groups:
+            if not group.sites:
+                group.refuse("no layer reads it")
+        return groups
+
+    def add(self, group: Group) -> int:
+        """Add a group that a call makes, and return its number."""
+        self.groups.append(group)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
 
@@ -145,14 +198,46 @@ SAMPLES: Final = 2048
 class Seen:
     """What one reader of a group saw on one rank.
 
-    fit : [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T
+    fit : [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T; while a rim measures, of
+        any array library
     samples : [samples, offsets, n] float32 of each batch: what some outputs are made of
     squares : [samples] float64 of each batch: the square of what was put out there
     """
 
-    fit: NDArray[np.float64]
+    fit: Any
     samples: list[NDArray[np.float32]] = field(default_factory=list)
     squares: list[NDArray[np.float64]] = field(default_factory=list)
+
+    def add(self, samples: NDArray[Any], outputs: NDArray[Any]) -> None:
+        """Add samples [samples, offsets, n] of a batch, and what was put out there [samples, m]."""
+        self.samples.append(np.asarray(samples, np.float32))
+        self.squares.append(np.square(outputs, dtype=np.float64).sum(axis=1))
+
+
+# Even rows are fitted, odd rows show the change: what least squares fitted by chance is not counted
+# as likeness.
+FITTED: Final = slice(None, None, 2)
+
+
+def held_out(rows: int) -> slice:
+    """Return the rows of a batch that show the change; of a single one that is fitted, too."""
+    return slice(1, None, 2) if rows > 1 else slice(None)
+
+
+def empty_statistics(
+    groups: Sequence[Group], zeros: Callable[[int], Any]
+) -> tuple[list[list[Seen]], dict[str, tuple[Site, Seen]]]:
+    """Return what is to be filled in for each reader of each group, and the same by its call.
+
+    zeros : makes a square matrix of float64, where sums of products are to be made
+    """
+    seen = [[Seen(zeros(group.width + 1)) for _ in group.sites] for group in groups]
+    pairs = (
+        pair
+        for group, row in zip(groups, seen, strict=True)
+        for pair in zip(group.sites, row, strict=True)
+    )
+    return seen, {site.call: (site, own) for site, own in pairs}
 
 
 def most_alike(batches: Iterable[Batch], shapes_of: Callable[[Batch], Shapes]) -> list[Batch]:
@@ -167,16 +252,49 @@ def most_alike(batches: Iterable[Batch], shapes_of: Callable[[Batch], Shapes]) -
     return alike[max(alike, key=rows)] if alike else []
 
 
-def grid(sizes: Sequence[int], most: int) -> list[list[int]]:
+def grid(sizes: Sequence[int], most: int) -> list[range]:
     """Return positions on each axis, evenly apart, at most about `most` of all combinations.
 
     >>> grid((14, 14), 16)
-    [[1, 5, 9, 13], [1, 5, 9, 13]]
+    [range(1, 14, 4), range(1, 14, 4)]
     """
     stride = 1
     while math.prod(-(-size // stride) for size in sizes) > most and stride < max(sizes):
         stride += 1
-    return [list(range(min((stride - 1) // 2, (size - 1) // 2), size, stride)) for size in sizes]
+    return [range(min((stride - 1) // 2, (size - 1) // 2), size, stride) for size in sizes]
+
+
+def patches(
+    padded: Any,
+    out: Any,
+    share: int,
+    *,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    dilation: Sequence[int],
+) -> tuple[list[Any], Any]:
+    """Return, per place of a kernel, inputs [samples, n], and outputs [samples, m].
+
+    Outputs are taken on a grid of positions, so that there are about `share` of them.
+
+    padded, out : what a convolution read and put out, of any array library; channels are last
+    """
+    positions = grid(out.shape[1:-1], max(1, share // len(out)))
+    parts = []
+    for offset in offsets(kernel):
+        places = [
+            _places(row, step, at * spread)
+            for row, step, at, spread in zip(positions, stride, offset, dilation, strict=True)
+        ]
+        parts.append(padded[(slice(None), *places)].reshape(-1, padded.shape[-1]))
+    outputs = out[(slice(None), *map(_places, positions))]
+    return parts, outputs.reshape(-1, out.shape[-1])
+
+
+def _places(positions: range, step: int = 1, first: int = 0) -> slice:
+    """Return the places first + step x of each of some positions x."""
+    begin, stride = first + step * positions.start, step * positions.step
+    return slice(begin, begin + stride * (len(positions) - 1) + 1, stride)
 
 
 def offsets(kernel: Sequence[int]) -> list[tuple[int, ...]]:

@@ -56,21 +56,14 @@ _APART = 0.1
 class Reader:
     """One layer that takes in the group, and what it saw.
 
-    Attributes
-    ----------
-    name
-        For reports.
-    weights
-        [offsets, outputs, n]: offsets are the places of a convolution's kernel, or the positions
-        that a flattened channel has in a linear layer; 1 for a linear layer.
-    fit
-        [n + 1, n + 1]: the sum of (h, 1) (h, 1)^T over rows, or rows and positions.
-    samples
-        [samples, offsets, n]: what each output of the layer is made of, on other rows.
-    output_norm
-        The root of the sum of squares of what the layer put out at the samples.
-    takes_constant
-        Whether a constant input can become a bias: there is one, and no zero padding around h.
+    name : for reports
+    weights : [offsets, outputs, n]: offsets are the places of a convolution's kernel, or the
+        positions that a flattened channel has in a linear layer; 1 for a linear layer
+    fit : [n + 1, n + 1]: the sum of (h, 1) (h, 1)^T over rows, or rows and positions
+    samples : [samples, offsets, n]: what each output of the layer is made of, on other rows
+    output_norm : the root of the sum of squares of what the layer put out at the samples
+    takes_constant : whether a constant input can become a bias: there is one, and no zero padding
+        around h
     """
 
     name: str
@@ -112,16 +105,11 @@ def refit(
 ) -> tuple[Fold, NDArray[np.int64]]:
     """Return what stands for each neuron that goes, and who inherits its memory.
 
+    The former is [gone, kept + 1]; the latter [gone], -1 for nobody.
+
     moment : [n + 1, n + 1]: the sum of (h, 1) (h, 1)^T over rows
     gone, kept : numbers of neurons, ascending; together all
     takes_constant : whether the last column may be other than zero
-
-    Returns
-    -------
-    fold
-        [gone, kept + 1]
-    heirs
-        [gone]; -1: nobody.
     """
     inner, scale = spread_of(moment, takes_constant)
     stays = scale[kept]
@@ -280,16 +268,10 @@ class Merge:
 class Choice:
     """What goes in one group in one event, by number.
 
-    Attributes
-    ----------
-    width
-        Neurons before.
-    merges
-        Those that go.
-    changes
-        The relative change of what each reader puts out.
-    folds
-        For each reader [gone, kept + 1]: what stands for each neuron, the constant last.
+    width : neurons before
+    merges : those that go
+    changes : the relative change of what each reader puts out
+    folds : for each reader [gone, kept + 1]: what stands for each neuron, the constant last
     """
 
     width: int
@@ -321,16 +303,11 @@ def choose(
 ) -> Choice:
     """Merge the cheapest neurons while every reader's output changes by at most `tolerance`.
 
-    Parameters
-    ----------
-    readers
-        One or more; all see the same n neurons.
-    tolerance
-        The relative change of each reader's output in this event, in (0, 1).
-    share
-        The most of the neurons that may go, in (0, 1].
-    min_width, round_to
-        At least so many neurons stay, and a multiple of `round_to` (or all of them).
+    readers : one or more; all see the same n neurons
+    tolerance : the relative change of each reader's output in this event, in (0, 1)
+    share : the most of the neurons that may go, in (0, 1]
+    min_width, round_to : at least so many neurons stay, and a multiple of `round_to` (or all of
+        them)
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild.")

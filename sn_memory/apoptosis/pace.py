@@ -15,13 +15,17 @@ next is then likely to merge as well. Before the first, what it will take is a g
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
+import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from statistics import median
 from types import MappingProxyType
 from typing import Any, Final
@@ -32,24 +36,34 @@ from numpy.typing import NDArray
 from .groups import SAMPLES, Group, Seen, Site, most_alike
 from .merge import Choice, Reader, choose
 
+StateShapes = Iterable[tuple[str, Sequence[int]]]
+
+
+def unknown_state(shape: Sequence[int], states: StateShapes) -> str | None:
+    """Return the name of a state tensor that is neither a number nor shaped like its parameter."""
+    for key, held in states:
+        # Counts of steps are one number, whatever the shape.
+        if tuple(held) != tuple(shape) and math.prod(held) > 1:
+            return key
+    return None
+
 
 class AgreementError(RuntimeError):
     """Ranks came to different decisions; raised on all of them, and nothing was changed."""
 
 
-class Ranks(ABC):
-    """All ranks of a run; a rim says how two kinds of arrays travel between them."""
+class Ranks:
+    """All ranks of a run, here a single one; others say how two kinds of arrays travel."""
 
-    size: int
-    rank: int
+    size, rank = 1, 0
 
-    @abstractmethod
     def _sum(self, flat: NDArray[Any]) -> NDArray[Any]:
         """Return the sum over ranks of an array [n], the same bits on each."""
+        return flat
 
-    @abstractmethod
     def _gather(self, row: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
         """Return the bytes [n] of every rank, in the order of ranks."""
+        return [row]
 
     def sums(self, values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return arrays of one dtype summed over ranks; one message for all of them."""
@@ -105,18 +119,6 @@ class Ranks(ABC):
             )
 
 
-class Alone(Ranks):
-    """A single rank."""
-
-    size, rank = 1, 0
-
-    def _sum(self, flat: NDArray[Any]) -> NDArray[Any]:
-        return flat
-
-    def _gather(self, row: NDArray[np.uint8]) -> Iterable[NDArray[np.uint8]]:
-        return [row]
-
-
 class HorovodRanks(Ranks):
     """The ranks of Horovod.
 
@@ -139,20 +141,23 @@ class HorovodRanks(Ranks):
         return list(every.numpy())
 
 
+def horovod_ranks(module: str, tensor: Callable[[NDArray[Any]], Any]) -> Ranks:
+    """Return the ranks of Horovod's module for a framework; a single one if it is not in use."""
+    # Horovod is not imported for this.
+    hvd = sys.modules.get(module)
+    if hvd is None or not hvd.is_initialized() or hvd.size() == 1:
+        return Ranks()
+    return HorovodRanks(hvd, tensor)
+
+
 @dataclass(frozen=True)
 class Merged:
     """One group of neurons that shrank.
 
-    Attributes
-    ----------
-    group
-        The parameters that make the neurons, joined by " + ".
-    before, after
-        The number of neurons.
-    pairs
-        (neuron, survivor) by the numbers before; survivor None: into a bias, or into nothing.
-    changes
-        For each layer that reads the group: the relative change of what it puts out.
+    group : the parameters that make the neurons, joined by " + "
+    before, after : the number of neurons
+    pairs : (neuron, survivor) by the numbers before; survivor None: into a bias, or into nothing
+    changes : for each layer that reads the group: the relative change of what it puts out
     """
 
     group: str
@@ -173,16 +178,10 @@ def merged(group: Group, choice: Choice) -> Merged:
 class Event:
     """What one call of `Apoptosis.step` did; true if the model changed.
 
-    Attributes
-    ----------
-    step
-        Calls of `step` so far.
-    merged
-        The groups that shrank; empty in most steps.
-    refused
-        Groups left as they are, and why; empty in steps that look at nothing.
-    seconds
-        How long it took.
+    step : calls of `step` so far
+    merged : the groups that shrank; empty in most steps
+    refused : groups left as they are, and why; empty in steps that look at nothing
+    seconds : how long it took
     """
 
     step: int
@@ -288,6 +287,8 @@ class Schedule:
         return replace(self, gap=gap, last_step=step, least=least)
 
 
+# Of the JSON beside an exported model.
+FORMAT: Final = "sn_memory.apoptosis"
 _log = logging.getLogger(__name__)
 _SAVED = ("gap", "last_step", "least")
 # Durations of so many steps are kept: their median says how long a step takes.
@@ -333,14 +334,38 @@ class BaseApoptosis(ABC):
 
     def __init__(
         self,
+        model: Any,
+        optimizer: Any,
         *,
-        tolerance: float,
-        every: int,
-        min_width: int,
-        round_to: int,
-        schedule: str,
-        overhead: float | None,
+        tolerance: float = 0.02,
+        every: int = 500,
+        min_width: int = 8,
+        round_to: int = 8,
+        schedule: str = "adaptive",
+        overhead: float | None = 0.02,
     ) -> None:
+        """Merge neurons of a model from now on.
+
+        Parameters
+        ----------
+        model, optimizer
+            What is trained, and Keras's or torch's optimizer of it; see the class.
+        tolerance
+            The relative change of what each layer puts out that one event may cause, in (0, 1), at
+            the largest learning rate there was. It falls as the rate does.
+        every
+            Steps from one look to the next; see `schedule`.
+        min_width
+            At least so many neurons are left in each group.
+        round_to
+            Widths that change become a multiple of this.
+        schedule
+            "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.pace).
+        overhead
+            The share of training time that looks may take, in (0, 1): gaps grow until it holds.
+            They then depend on the clock (of the slowest rank), and two runs may differ. None: they
+            do not.
+        """
         if not 0 < tolerance < 1:
             raise ValueError(
                 f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild."
@@ -355,6 +380,8 @@ class BaseApoptosis(ABC):
         self._largest_rate, self._allowed = 0.0, tolerance
         self._clock = StepClock()
         self._batches: deque[Any] = deque(maxlen=BATCHES)
+        self.model, self.optimizer = model, optimizer
+        self._begin()
 
     @property
     def is_near(self) -> bool:
@@ -411,6 +438,16 @@ class BaseApoptosis(ABC):
         self.steps, self._largest_rate = state["steps"], state["largest_rate"]
         self.schedule = replace(self.schedule, **{name: state[name] for name in _SAVED})
 
+    def export(self, path: str | os.PathLike[str]) -> None:
+        """Write the model to `path`, and what was merged to the same name with .json."""
+        path = Path(path)
+        record = {
+            "format": FORMAT,
+            **self._write(path),
+            "events": [event.to_json() for event in self.events if event],
+        }
+        path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+
     def _slowest(self, seconds: float) -> float:
         """Return how many steps `seconds` are on the rank where they are most."""
         return self._ranks().largest([self._clock.steps_in(seconds)])[0]
@@ -423,6 +460,8 @@ class BaseApoptosis(ABC):
         failure = self._no_batch
         if batches:
             groups, failure = self._groups(batches[0])
+            for group in groups:
+                self._refuse_unknown_state(group)
         # A rank that cannot look says so in the hash: the others would wait for it otherwise.
         described = [f"{group.name}: {group.width} {group.reason or ''}" for group in groups]
         ranks.require_same("the model", failure + "; ".join(described))
@@ -482,8 +521,22 @@ class BaseApoptosis(ABC):
             )  # fmt: skip
         return choices
 
+    def _refuse_unknown_state(self, group: Group) -> None:
+        """Refuse a group of which the optimizer keeps what is no number, nor shaped like it."""
+        for name in group.parameters:
+            if key := unknown_state(*self._state_shapes(name)):
+                group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
+
     # What batches of a rank that saw none are called for, in a rim's own words.
     _no_batch: str
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Check model and optimizer, and watch them."""
+
+    @abstractmethod
+    def _write(self, path: Path) -> dict[str, Any]:
+        """Write the model; return what `rebuild` has to know of it, and the version of that."""
 
     @abstractmethod
     def _ranks(self) -> Ranks:
@@ -500,6 +553,10 @@ class BaseApoptosis(ABC):
     @abstractmethod
     def _groups(self, batch: Any) -> tuple[list[Group], str]:
         """Return the model's groups, and why there are none if so."""
+
+    @abstractmethod
+    def _state_shapes(self, name: str) -> tuple[Sequence[int], StateShapes]:
+        """Return the shape of a parameter, and of what the optimizer keeps of it, by its name."""
 
     @abstractmethod
     def _measure(

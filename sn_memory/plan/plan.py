@@ -67,17 +67,11 @@ class Action(NamedTuple):
 class Decision:
     """What happens to one storage between its uses, and why.
 
-    Parameters
-    ----------
-    storage
-        Its name.
-    technique
-        `keep`, `recompute` (rebuilt once, then held to its last use), `recompute_each` (rebuilt
-        for each group of uses) or `offload`.
-    reason
-        One sentence for people.
-    bytes, cost_s
-        What leaves the device, and the seconds that costs.
+    storage : its name
+    technique : `keep`, `recompute` (rebuilt once, then held to its last use), `recompute_each`
+        (rebuilt for each group of uses) or `offload`
+    reason : one sentence for people
+    bytes, cost_s : what leaves the device, and the seconds that costs
     """
 
     storage: str

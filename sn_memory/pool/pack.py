@@ -166,16 +166,10 @@ _NOISE: Final = 0.2
 class Packing:
     """Where buffers go, and how good that is.
 
-    Parameters
-    ----------
-    offsets
-        One for each buffer, in the order given, in bytes.
-    height
-        The bytes of the arena: the largest end of any buffer.
-    lower_bound
-        No packing is lower.
-    seconds
-        Seconds it took, counted as the time limit is.
+    offsets : one for each buffer, in the order given, in bytes
+    height : the bytes of the arena: the largest end of any buffer
+    lower_bound : no packing is lower
+    seconds : seconds it took, counted as the time limit is
     """
 
     offsets: tuple[int, ...]

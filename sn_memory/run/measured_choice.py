@@ -14,16 +14,10 @@ from ..plan.plan import BudgetError, Plan, budget_line, percent_kept
 class Choice:
     """What happens to what a part leaves for the backward pass.
 
-    Attributes
-    ----------
-    name
-        A module's or a layer's path, or "first to last" of several layers.
-    technique
-        `keep` or `recompute`.
-    saved_bytes
-        What it leaves besides parameters and its inputs or results, measured.
-    seconds
-        Its forward pass, measured; what recomputing costs.
+    name : a module's or a layer's path, or "first to last" of several layers
+    technique : `keep` or `recompute`
+    saved_bytes : what it leaves besides parameters and its inputs or results, measured
+    seconds : its forward pass, measured; what recomputing costs
     """
 
     name: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -27,7 +28,14 @@ class Traced(Protocol):
     def graph(self) -> Graph: ...
 
 
+class Step(Protocol):
+    """What runs a step as planned."""
+
+    plan: Any
+
+
 T = TypeVar("T", bound=Traced)
+S = TypeVar("S", bound=Step)
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,23 @@ class PlannedKind:
     seconds: float = 0.0
 
 
-class PlannedRecord(ABC, Generic[T]):
+@dataclass
+class KeptStep(Generic[S]):
+    """What is kept for a kind of input.
+
+    step : what runs in place of the forward pass
+    summary : how it was planned
+    call : how the arguments of its sample were written, where that matters
+    used : if it was planned while training, the count of steps at its last use; else None
+    """
+
+    step: S
+    summary: PlannedKind
+    call: Any = None
+    used: int | None = None
+
+
+class PlannedRecord(ABC, Generic[T, S]):
     """Back end, plan, trace and report of a planned model.
 
     A rim's record says which back end it is, what was planned last (`plan`), and on which trace
@@ -60,8 +84,8 @@ class PlannedRecord(ABC, Generic[T]):
     """
 
     backend: str
-    # Per kind of input, how it was planned.
-    summaries: dict[Any, PlannedKind]
+    # Per kind of input.
+    kept: Mapping[Any, KeptStep[S]]
 
     @property
     @abstractmethod
@@ -102,7 +126,12 @@ class PlannedRecord(ABC, Generic[T]):
     @property
     def kinds(self) -> list[PlannedKind]:
         """The kinds of input that have a plan by now: what they are, how it came, its peak."""
-        return list(self.summaries.values())
+        return [kept.summary for kept in self.kept.values()]
+
+    @property
+    def steps(self) -> dict[Any, S]:
+        """What runs in place of the forward pass, per kind of input."""
+        return {kind: kept.step for kind, kept in self.kept.items()}
 
     @property
     def planned_inputs(self) -> list[str]:
@@ -157,28 +186,20 @@ class PlannedRecord(ABC, Generic[T]):
 class Verification:
     """What a training step did with the plan and without.
 
-    Parameters
-    ----------
-    predicted_peak_bytes, measured_peak_bytes
-        Of the planned step. Measured: with torch, by StorageTracker; with TensorFlow, what was
-        resident before, as the plan counts it, and the most that ops asked for beyond that
-        (`Allocations`).
-    unplanned_peak_bytes
-        The same step without the plan, measured.
-    peak_op
-        With torch, what ran when the planned step reached its peak; with TensorFlow, the op that
-        reaches the predicted one.
-    predicted_s, measured_s, unplanned_s
-        Seconds of the step; the last two measured, the better of two runs.
-    different
-        Outputs or results, gradients, buffers and variables that are not bit-equal to the unplanned
-        run's.
-    difference
-        The largest of their differences, relative to the size of what differs. What is zero but for
-        rounding is compared with more than itself: see `model/results.py` of the rim.
-    allocated_peak_bytes
-        Of the planned step, in blocks as TensorFlow's allocator handed them out: what is asked for,
-        and what its blocks were too large by. None with torch.
+    predicted_peak_bytes, measured_peak_bytes : of the planned step. Measured: with torch, by
+        StorageTracker; with TensorFlow, what was resident before, as the plan counts it, and the
+        most that ops asked for beyond that (`Allocations`).
+    unplanned_peak_bytes : the same step without the plan, measured
+    peak_op : with torch, what ran when the planned step reached its peak; with TensorFlow, the op
+        that reaches the predicted one
+    predicted_s, measured_s, unplanned_s : seconds of the step; the last two measured, the better of
+        two runs
+    different : outputs or results, gradients, buffers and variables that are not bit-equal to the
+        unplanned run's
+    difference : the largest of their differences, relative to the size of what differs. What is
+        zero but for rounding is compared with more than itself: see `model/results.py` of the rim.
+    allocated_peak_bytes : of the planned step, in blocks as TensorFlow's allocator handed them out:
+        what is asked for, and what its blocks were too large by. None with torch.
     """
 
     predicted_peak_bytes: int
@@ -190,7 +211,7 @@ class Verification:
     unplanned_s: float
     different: tuple[str, ...]
     difference: float
-    _planned: PlannedRecord[Any] = field(repr=False, compare=False)
+    _planned: PlannedRecord[Any, Any] = field(repr=False, compare=False)
     allocated_peak_bytes: int | None = None
 
     @property

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import ClassVar, Generic
 
 from ..base.errors import PlanError
 from ..base.sizes import parse_bytes, show_bytes
@@ -26,6 +26,7 @@ from ..plan.plan import BudgetError, Plan
 from ..plan.policies import policy
 from ..plan.simulate import decisions_of
 from .measured_choice import summary
+from .planned import KeptStep, S
 from .reserved import keeping_reserved
 
 # A search while training ends after so many seconds.
@@ -151,15 +152,6 @@ class TimeToPlan:
         )
 
 
-class Step(Protocol):
-    """What runs a step as planned."""
-
-    plan: Any
-
-
-S = TypeVar("S", bound=Step)
-
-
 class UnseenInput(ABC, Generic[S]):
     """A kind of input that came for the first time; `step` finds what runs it.
 
@@ -195,7 +187,7 @@ class UnseenInput(ABC, Generic[S]):
 
     @abstractmethod
     def by_ops(self) -> S:
-        """Return a step whose ops are planned, its plan one that went through `noted`."""
+        """Return a step whose ops are planned, its plan one that `planned` returned."""
 
     @abstractmethod
     def by_parts(self, why: str, by_ops: S | None, *, keep: bool) -> S:
@@ -239,8 +231,22 @@ class UnseenInput(ABC, Generic[S]):
         """What it took so far."""
         return time.perf_counter() - self.began
 
-    def noted(self, planning: PlanAtOnce) -> Any:
-        """Note how a plan was found, and return it."""
+    def planned(
+        self,
+        graph: Graph,
+        search: Callable[[Graph], Plan],
+        budget_bytes: int,
+        kept: Iterable[KeptStep[S]],
+        allocator: Settings | None,
+    ) -> Plan:
+        """Plan its graph at once, as `plan_at_once` does, and note how; kept : for other inputs."""
+        # Only those that were searched for: one that was carried over is among them already.
+        plans = [
+            (other.summary.inputs, plan)
+            for other in kept
+            if isinstance(plan := other.step.plan, Plan) and other.summary.how.startswith(PLANNED)
+        ]
+        planning = plan_at_once(graph, search, budget_bytes, plans, allocator)
         self.how, self.over = planning.how, planning.over
         return planning.plan
 

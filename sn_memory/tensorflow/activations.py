@@ -27,6 +27,7 @@ from tensorflow.python.eager import record  # what tf.recompute_grad stops its t
 
 from sn_compress.codecs.base import Payload
 from sn_compress.codecs.registry import codec as named_codec
+from sn_compress.ops.codes import pack_codes, unpack_codes
 
 from ..activations import Controller, coverage
 from ..activations.saved import WIDTHS
@@ -158,18 +159,11 @@ class Places:
             # `>` and not `>=`: of equal ones the first, as TensorFlow's own gradient has it.
             np.copyto(place, number, where=other > best)
             np.maximum(best, other, out=best)
-        per = 8 // self.bits
-        flat = np.pad(place.reshape(-1), (0, -place.size % per)).reshape(-1, per)
-        packed = np.zeros(len(flat), np.uint8)
-        for i in range(per):
-            packed |= flat[:, i] << np.uint8(i * self.bits)
-        return packed
+        return pack_codes(place.reshape(-1), self.bits)
 
     def spread(self, kept: Any, dy: Any, shape: Any) -> Array:
         """Return a gradient of this shape: zeros, and each element of dy at its place."""
-        per, mask = 8 // self.bits, np.uint8((1 << self.bits) - 1)
-        shifts = np.arange(per, dtype=np.uint8) * np.uint8(self.bits)
-        place = ((kept[:, None] >> shifts) & mask).reshape(-1)[: dy.size].reshape(dy.shape)
+        place = unpack_codes(kept, dy.size, self.bits).reshape(dy.shape)
         gradient = np.zeros(tuple(shape), np.float32)
         for number, view in enumerate(self._views(gradient)):
             np.copyto(view, dy, where=place == number)
@@ -357,16 +351,10 @@ _LINEAR = ("Dense", "Conv1D", "Conv2D", "Conv3D")
 class CompressedActivations:
     """The layers of a model that are wrapped, until closed; a context manager.
 
-    Attributes
-    ----------
-    controller
-        Chooses the bits; `controller.rows()` has what is known of each layer's input.
-    wrapped
-        Names of the layers: their paths, where they have one; no two are equal.
-    rerun
-        Names of layers that run again in the backward pass, and keep their inputs alone.
-    mix
-        What the sample showed; None without one.
+    controller : chooses the bits; `controller.rows()` has what is known of each layer's input
+    wrapped : names of the layers: their paths, where they have one; no two are equal
+    rerun : names of layers that run again in the backward pass, and keep their inputs alone
+    mix : what the sample showed; None without one
     """
 
     def __init__(

@@ -27,7 +27,6 @@ from ..base.sizes import show_bytes
 from ..check import check_plan
 from ..graph.records import LOSS
 from ..plan.plan import Plan
-from ..run.measured_choice import MeasuredPlan
 from .errors import TraceError, as_it_is, first_line
 from .guards import Call, Settings, refilled
 from .memory import Allocations, has_statistics, main_device
@@ -45,9 +44,10 @@ from .model import (
     results_of,
     uncast,
     unit_of,
+    variables_of,
 )
 from .trace import kernels
-from .trace.capture import Captured, Node, left_out, put
+from .trace.capture import Node, left_out, put
 from .trace.trace import Trace
 
 log = logging.getLogger(__name__)
@@ -121,6 +121,14 @@ class Program:
         """The variables that ops of the step change."""
         variables = self.captured.variables
         return [variables[value] for value in self.named.buffers.changes]
+
+    @property
+    def changes_variables_only(self) -> bool:
+        """Whether nothing else is changed, and no other rank is met."""
+        effects = [self.captured.nodes[at].op for at in self.captured.effects]
+        return all(
+            kernels.changes_variables(op) and not kernels.is_collective(op) for op in effects
+        )
 
 
 class Emission:
@@ -277,16 +285,7 @@ class TrialError(TraceError):
     """A planned step fails, has other results than the model's own, or exceeds its budget."""
 
 
-def try_model(
-    plain: Any,
-    planned: Any,
-    sample: Any,
-    *,
-    variables: Sequence[Any],
-    captured: Captured | None,
-    base_bytes: int,
-    plan: Plan | MeasuredPlan,
-) -> None:
+def try_model(plain: Any, planned: Any, sample: Any, program: Program | None) -> None:
     """Run a planned model's step and the plain one, and compare.
 
     With a sample without values (tf.TensorSpec), and where a step has effects other than on its
@@ -296,9 +295,7 @@ def try_model(
     Raises TrialError if it cannot be built or run, holds more than the budget, or has other
     results.
 
-    variables : what a step may change
-    captured : the ops of the step; None where the model itself runs
-    base_bytes : what counts beside the step
+    program : what carries the step out; None where the model itself runs, layers of it twice
     """
     step, device = model_step(planned), main_device()
     try:
@@ -312,8 +309,9 @@ def try_model(
     if refused:
         raise TrialError(f"its step is not the planned one: {next(iter(refused))}")
     # Run an extra time, a step may change nothing but variables, which are put back.
-    if not has_values(sample) or (captured is not None and not _changes_variables_only(captured)):
+    if not has_values(sample) or (program is not None and not program.changes_variables_only):
         return
+    variables = variables_of(plain) if program is None else program.changed_variables
     args = as_tensors(sample)
     with put_back(variables):
         try:
@@ -321,17 +319,17 @@ def try_model(
         except tf.errors.OpError as error:
             raise TrialError(f"its planned step does not run: {first_line(error)}") from error
         # By layers, the budget was kept by measurement.
-        if captured is not None and has_statistics(device):
+        if program is not None and has_statistics(device):
             with Allocations(device) as asked_for:
                 step(*args)
-            held = base_bytes + asked_for.peak_bytes
+            held, plan = program.base_bytes + asked_for.peak_bytes, program.plan
             if plan.budget_bytes is not None and held > _OVER * plan.budget_bytes:
                 raise TrialError(
                     f"its planned step holds {show_bytes(held)} on the sample; the budget is "
                     f"{show_bytes(plan.budget_bytes)}"
                 )
     # Beyond the limit the process may be killed, with no error to catch.
-    limit = smallest_limit()
+    limit, plan = smallest_limit(), planned.__dict__["sn_memory"].plan
     if limit is None or plan.baseline_peak_bytes < limit.free_bytes:
         _compare(plain, args, got, variables)
 
@@ -366,11 +364,6 @@ def _compare(plain: Any, args: Any, got: Results, variables: Sequence[Any]) -> N
         f"its planned step and the plain one differ in results: by {off:.1e} of the largest value "
         f"({names})"
     )
-
-
-def _changes_variables_only(captured: Captured) -> bool:
-    effects = [node.op for node in captured.nodes if kernels.has_effect(node.op)]
-    return all(kernels.changes_variables(op) and not kernels.is_collective(op) for op in effects)
 
 
 def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:

@@ -7,9 +7,8 @@ A planned model is the model: same class, variables and settings. What changes i
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import keras
@@ -29,12 +28,11 @@ from .eager import Program, try_model
 from .errors import TraceError, first_line, warn
 from .guards import settings_of, signature_of, steady
 from .memory import main_device
-from .model import call_arguments, check_model, restore_model, twin_of, variables_of
-from .modules.backend import LayerStep
+from .model import call_arguments, check_model, restore_model, twin_of
+from .modules.backend import layer_step
 from .planned import RECORD, PlannedStep, PlanOptions, PlanRecord, plain_model
 from .planned_call import PlannedCall
 from .target import limit_budget
-from .trace.capture import Captured
 from .trace.trace import Trace, optimizer_bytes, trace
 
 log = logging.getLogger(__name__)
@@ -151,37 +149,32 @@ def plan(
         )
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
-    options = PlanOptions(plan_graph, planner, tuple(techniques), device, strict)
+    options = PlanOptions(
+        plan_graph, planner, tuple(techniques), device, strict, profile, optimizer, time_limit_s
+    )
     settings.check_profile(profile=profile, backend=backend, measuring="layers")
     core()  # without the extension there is no plan: raised before anything is traced
 
-    def planned(model: Any, sample: Any, budget: float | str) -> Any:
-        with sharing(time_limit_s):
-            planner = _ModelPlanner(
-                model, sample, budget, options, profile, optimizer, time_limit_s
-            )
-            return planner.twin(backend)
-
     with progress_output(settings.progress):
         if isinstance(sample, list):
-            return _for_several(planned, model, sample, budget)
-        return planned(model, sample, budget)
+            return _for_several(model, sample, budget, options, backend)
+        return _ModelPlanner(model, sample, budget, options).twin(backend)
 
 
 def _for_several(
-    planned: Callable[..., Any], model: Any, samples: list[Any], budget: float | str
+    model: Any, samples: list[Any], budget: float | str, options: PlanOptions, backend: str
 ) -> Any:
     """Plan for the largest sample first, of whose step a percentage is, and then for the others."""
     if not samples:
         raise ValueError("got an empty list of samples, expected at least one.")
     largest, *others = sorted(samples, key=_elements, reverse=True)
-    model = planned(model, largest, budget)
+    model = _ModelPlanner(model, largest, budget, options).twin(backend)
     first: PlanRecord = model.__dict__[RECORD]
     if first.traced is None:
         # Smaller inputs take the same layers.
         return model
     for sample in others:
-        model = planned(model, sample, first.budget_bytes)
+        model = _ModelPlanner(model, sample, first.budget_bytes, options).twin(backend)
     record: PlanRecord = model.__dict__[RECORD]
     # The model reports the plan of its largest sample.
     record.backend, record.traced = first.backend, first.traced
@@ -190,32 +183,25 @@ def _for_several(
     return model
 
 
-@dataclass
 class _ModelPlanner:
-    """Plans a model for one sample; the parameters are those of `plan`."""
+    """Plans a model for one sample, within a budget."""
 
-    model: Any
-    sample: Any
-    budget: float | str
-    options: PlanOptions
-    profile: bool
-    optimizer: Any
-    time_limit_s: float
-
-    def __post_init__(self) -> None:
-        self.plain = plain_model(self.model)
+    def __init__(self, model: Any, sample: Any, budget: float | str, options: PlanOptions) -> None:
+        self.before: PlanRecord | None = model.__dict__.get(RECORD)
+        self.plain = plain_model(model)
         self.name = type(self.plain).__name__
+        self.sample, self.budget, self.options = sample, budget, options
         check_model(self.plain)
         # First: malloc returns only blocks that it hands out from then on.
         return_freed()
-        if self.budget == LIMIT:
+        if budget == LIMIT:
             self.budget = limit_budget(
-                self.plain, self.sample, optimizer=self.optimizer, device=self.options.device
+                self.plain, sample, optimizer=options.optimizer, device=options.device
             )
 
     def twin(self, backend: str) -> Any:
         """Return the model, planned."""
-        with restore_model(self.plain):
+        with sharing(self.options.time_limit_s), restore_model(self.plain):
             if backend == "graph" or settings.deterministic:
                 twin = self.by_graph(all_counted=backend == "auto")
             elif backend == "layers":
@@ -237,56 +223,41 @@ class _ModelPlanner:
             traced = trace(
                 self.plain,
                 self.sample,
-                profile=self.profile,
+                profile=self.options.profile,
                 device=self.options.device,
-                optimizer=self.optimizer,
+                optimizer=self.options.optimizer,
             )
             read = steady(then, settings_of(self.plain))
         if traced.uncounted and all_counted:
             raise TraceError(f"{traced.uncounted}, and layers are measured")
         _warn_of_uncounted(traced)
         # Outside of `_as_trace_error`: a budget that cannot be kept is no failure to trace.
-        plan = self.options.plan(traced.graph, self.budget, self.time_limit_s)
+        plan = self.options.plan(traced.graph, self.budget)
         with _as_trace_error():
             program = Program(traced, plan, read)
             record, key = PlanRecord("graph", traced, plan), traced.structure["key"]
-            record.take_over(self.model.__dict__.get(RECORD))
+            record.take_over(self.before)
             record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
             report_progress("trial", 0, 1)
             # Near the limit of the process, malloc is to return what the step frees.
             if main_device() == "CPU:0":
                 return_freed(plan.peak_bytes)
-            return self.tried(
-                record, program.changed_variables, traced.graph.base_bytes, traced.captured
-            )
+            return self.tried(record, program)
 
     def by_layers(self) -> Any:
-        resident = 0 if self.optimizer is None else optimizer_bytes(self.plain, self.optimizer)
-        step = LayerStep(self.plain, self.sample, self.budget, resident_bytes=resident)
+        optimizer = self.options.optimizer
+        resident = 0 if optimizer is None else optimizer_bytes(self.plain, optimizer)
+        step = layer_step(self.plain, self.sample, self.budget, resident_bytes=resident)
         record = PlanRecord("layers", None, step.plan)
-        record.take_over(self.model.__dict__.get(RECORD))
+        record.take_over(self.before)
         record.layers = step
-        return self.tried(record, variables_of(self.plain), step.base_bytes)
+        return self.tried(record, None)
 
-    def tried(
-        self,
-        record: PlanRecord,
-        variables: list[Any],
-        base_bytes: int,
-        captured: Captured | None = None,
-    ) -> Any:
+    def tried(self, record: PlanRecord, program: Program | None) -> Any:
         """Return a model that carries a record, after a trial of its step."""
         twin = twin_of(self.plain, PlannedCall)
         twin.__dict__[RECORD] = record
-        try_model(
-            self.plain,
-            twin,
-            self.sample,
-            variables=variables,
-            captured=captured,
-            base_bytes=base_bytes,
-            plan=record.plan,
-        )
+        try_model(self.plain, twin, self.sample, program)
         return twin
 
     def by_either(self) -> Any:
@@ -371,7 +342,9 @@ def plan_step(
     True
     """
     settings.refuse_keywords("plan_step", removed, settings.OF_PROCESS)
-    options = PlanOptions(plan_graph, planner, tuple(techniques), device)
+    options = PlanOptions(
+        plan_graph, planner, tuple(techniques), device, profile=profile, time_limit_s=time_limit_s
+    )
     settings.check_profile(profile=profile, backend="graph", measuring="layers")
     core()  # without the extension there is no plan: raised before anything is traced
     if getattr(step, "_jit_compile", None):
@@ -384,7 +357,7 @@ def plan_step(
     with progress_output(settings.progress), sharing(time_limit_s):
         report_progress("trace", 0, 1)
         traced = trace(step, sample, profile=profile, device=device)
-        plan = options.plan(traced.graph, budget, time_limit_s)
+        plan = options.plan(traced.graph, budget)
     _warn_of_uncounted(traced)
     planned = PlannedStep(step, traced, plan)
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
@@ -15,7 +15,7 @@ from ..graph.graph import Graph
 from ..graph.liveness import unplanned_bytes
 from ..graph.records import Device
 from ..plan.plan import Plan, check_techniques
-from ..run.planned import PlannedKind, PlannedRecord
+from ..run.planned import KeptStep, PlannedKind, PlannedRecord
 from ..run.reserved import within_reserved
 from ..run.unseen import SEARCH_S, TimeToPlan
 from .eager import Emission, Program
@@ -43,6 +43,9 @@ class PlanOptions:
     techniques: tuple[str, ...]
     device: Device | str | None
     strict: bool = False
+    profile: bool = True
+    optimizer: Any = None
+    time_limit_s: float = 60.0
 
     def __post_init__(self) -> None:
         check_techniques(self.techniques)
@@ -52,10 +55,9 @@ class PlanOptions:
                 "nothing is moved to the host."
             )
 
-    def plan(
-        self, graph: Graph, budget: float | str, time_limit_s: float, *, from_sqrt_n: bool = True
-    ) -> Plan:
+    def plan(self, graph: Graph, budget: float | str, *, from_sqrt_n: bool = True) -> Plan:
         """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere."""
+        limit_s = self.time_limit_s
 
         # Seconds are given where a plan that was above its budget is searched again, lower.
         def search(live_bytes: float | str, seconds: float | None) -> Plan:
@@ -64,7 +66,7 @@ class PlanOptions:
                 live_bytes,
                 planner=self.planner,
                 techniques=self.techniques,
-                time_limit_s=time_limit_s if seconds is None else min(seconds, time_limit_s),
+                time_limit_s=limit_s if seconds is None else min(seconds, limit_s),
                 deterministic=settings.deterministic,
                 from_sqrt_n=from_sqrt_n and seconds is None,
             )
@@ -82,11 +84,12 @@ class PlanOptions:
 
     def search(self, budget_bytes: int) -> Callable[[Graph], Plan]:
         """Return what plans a graph within a budget, in about SEARCH_S."""
-        return lambda graph: self.plan(graph, budget_bytes, SEARCH_S, from_sqrt_n=False)
+        options = replace(self, time_limit_s=SEARCH_S)
+        return lambda graph: options.plan(graph, budget_bytes, from_sqrt_n=False)
 
 
 @dataclass(repr=False)
-class PlanRecord(PlannedRecord[Trace]):
+class PlanRecord(PlannedRecord[Trace, Step]):
     """What a planned model or step carries as `sn_memory`.
 
     Parameters
@@ -96,14 +99,14 @@ class PlanRecord(PlannedRecord[Trace]):
     traced, latest_plan
         What `plan` planned last, and how, of several samples the largest; with `layers`, there is
         no trace.
-    steps
+    kept
         What runs, per kind of input.
     """
 
     backend: str
     traced: Trace | None
     latest_plan: Any
-    steps: dict[Hashable, Step] = field(default_factory=dict)
+    kept: dict[Hashable, KeptStep[Step]] = field(default_factory=dict)
     # What runs layers again, for any input, if `plan` chose these.
     layers: LayerStep | None = None
     # Why calls were run plainly; each reason is warned about once.
@@ -112,9 +115,6 @@ class PlanRecord(PlannedRecord[Trace]):
     # for a step, and until `plan` is done.
     options: PlanOptions | None = None
     sample: tuple[Any, ...] = ()
-    summaries: dict[Hashable, PlannedKind] = field(default_factory=dict)
-    # Of the kinds, those that came while training, each with `count` when it was last traced.
-    planned_online: dict[Hashable, int] = field(default_factory=dict)
     # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
@@ -150,9 +150,7 @@ class PlanRecord(PlannedRecord[Trace]):
     def take_over(self, before: PlanRecord | None) -> None:
         """Keep what `plan` planned for other inputs; what came while training is planned anew."""
         if before is not None:
-            samples = [kind for kind in before.steps if kind not in before.planned_online]
-            self.steps |= {kind: before.steps[kind] for kind in samples}
-            self.summaries |= {kind: before.summaries[kind] for kind in samples}
+            self.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
             self.layers = before.layers
 
     def keep(
@@ -168,38 +166,28 @@ class PlanRecord(PlannedRecord[Trace]):
         With the seconds that planning took while training, it is kept while there is room: the kind
         that was not used for longest goes first.
         """
-        self.forget(kind)
-        self.steps[kind] = step
-        self.summaries[kind] = PlannedKind(
+        summary = PlannedKind(
             describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
         )
-        if seconds is not None:
-            self.planned_online[kind] = self.count
-            while len(self.planned_online) > KINDS:
-                self.forget(min(self.planned_online, key=lambda kind: self.planned_online[kind]))
-
-    def forget(self, kind: Hashable) -> None:
-        """Drop a kind of input."""
-        self.steps.pop(kind, None)
-        self.summaries.pop(kind, None)
-        self.planned_online.pop(kind, None)
+        # As the last of all, also where it was kept before.
+        self.kept.pop(kind, None)
+        self.kept[kind] = KeptStep(step, summary, used=None if seconds is None else self.count)
+        online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
+        if len(online) > KINDS:
+            del self.kept[min(online, key=online.__getitem__)]
 
 
 class PlannedStep:
     """A training step that runs as planned.
 
-    Attributes
-    ----------
-    plain
-        The step before.
-    sn_memory
-        Trace, plan and report, as of a planned model.
+    plain : the step before
+    sn_memory : trace, plan and report, as of a planned model
     """
 
     def __init__(self, plain: Any, traced: Trace, plan: Plan) -> None:
         self.plain = plain
         program = Program(traced, plan)
-        self.sn_memory = PlanRecord("graph", traced, plan, {None: program})
+        self.sn_memory = PlanRecord("graph", traced, plan, running=program)
         captured = traced.captured
         arguments = [captured.tensors[value] for value in captured.arguments]
 

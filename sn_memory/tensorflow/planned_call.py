@@ -24,16 +24,15 @@ from tensorflow.python.eager import record as tape
 from tensorflow.python.ops import control_flow_util
 
 from ..base.errors import PlanError
-from ..plan.plan import Plan
-from ..run.unseen import PLANNED, UnseenInput, plan_at_once
+from ..run.unseen import UnseenInput
 from .eager import Program
 from .errors import TraceError, as_it_is, first_line, warn
 from .guards import Call, call_of, changed, describe, is_open, settings_of, signature_of, steady
 from .model import as_specs, model_step, restore_model, run_outside, without_warning
-from .modules.backend import LayerStep
+from .modules.backend import LayerStep, layer_step
 from .planned import KINDS, RECORD, PlanOptions, PlanRecord, Step, plain_class, plain_model
 from .target import bfc_settings
-from .trace.trace import OPTIMIZER, Trace, trace_like
+from .trace.trace import OPTIMIZER, trace_like
 
 AGAIN = "layers run again"
 Shapes = list[tuple[int, ...]]
@@ -51,12 +50,12 @@ def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
     )
     if wants_input:
         kind = (kind, "a gradient of its input")
-    step = record.steps.get(kind)
+    kept = record.kept.get(kind)
     # A rate that was set since is a constant of the step that was traced: another is planned.
-    if step is not None and not changed(step.settings, settings_of(model)):
-        if kind in record.planned_online:
-            record.planned_online[kind] = record.count
-        return step
+    if kept is not None and not changed(kept.step.settings, settings_of(model)):
+        if kept.used is not None:
+            kept.used = record.count
+        return kept.step
     if record.backend == "layers" or record.options is None:
         return record.layers
     return _UnseenCall(model, record, record.options, call, kind, wants_input=wants_input).step()
@@ -109,7 +108,7 @@ class _UnseenCall(UnseenInput[Step]):
             return run_outside(self._by_ops)
         except Exception:
             # It was kept to be built, and the next call is not to run it.
-            self.record.forget(self.kind)
+            self.record.kept.pop(self.kind, None)
             raise
 
     def _by_ops(self) -> Program:
@@ -124,25 +123,17 @@ class _UnseenCall(UnseenInput[Step]):
                 raise TraceError(f"its trace is of {describe(traced.structure['key'])}")
             if traced.uncounted:
                 raise TraceError(traced.uncounted)
-            program = Program(traced, self.plan_of(traced), settings)
+            search = self.options.search(self.budget_bytes)
+            allocator = bfc_settings(self.options.device)
+            kept = self.record.kept.values()
+            plan = self.planned(traced.graph, search, self.budget_bytes, kept, allocator)
+            program = Program(traced, plan, settings)
             if self.over is None:
                 # Kept first, as the model takes it from the record. Traced in a graph of its own:
                 # what fails there would fail in the one that is being built.
                 self.kept(program)
                 model_step(self.model).get_concrete_function(*args, **kwargs)
         return program
-
-    def plan_of(self, traced: Trace) -> Any:
-        kinds = self.record.summaries
-        # Only those that were searched for: one that was carried over is among them already.
-        plans = [
-            (kinds[kind].inputs, plan)
-            for kind, step in self.record.steps.items()
-            if isinstance(plan := step.plan, Plan) and kinds[kind].how.startswith(PLANNED)
-        ]
-        search = self.options.search(self.budget_bytes)
-        allocator = bfc_settings(self.options.device)
-        return self.noted(plan_at_once(traced.graph, search, self.budget_bytes, plans, allocator))
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's arguments with tf.TensorSpec in the place of tensors."""
@@ -197,7 +188,7 @@ class _UnseenCall(UnseenInput[Step]):
         storages = traced.graph.storages if traced is not None else ()
         resident = sum(storage.bytes for storage in storages if storage.name == OPTIMIZER)
         step = run_outside(
-            lambda: LayerStep(
+            lambda: layer_step(
                 self.plain, self.sample(), self.budget_bytes, resident_bytes=resident, safely=True
             )
         )

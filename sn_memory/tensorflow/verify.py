@@ -93,7 +93,8 @@ def verify(model: Any, sample: Any) -> Verification:
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
         unplanned, measured = (_allocations(run, variables) for run in runs)
     # What the planned step was built from just now.
-    step = record.running or record.steps[None]
+    step = record.running
+    assert step is not None
     plan, base = step.plan, step.base_bytes
     small = [0, 0]
     if step.counts_small_blocks:

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..plan.plan import BudgetError, Plan
 from ..run.measured_choice import summary
-from ..run.planned import PlannedKind
-from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenInput, plan_at_once
+from ..run.planned import KeptStep, PlannedKind
+from ..run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, UnseenInput
 from .eager.trial import is_real
 from .errors import TraceError, first_line
 from .model.modes import warn
@@ -35,7 +35,7 @@ from .model.signature import (
 )
 from .model.step import restore_rng_state
 from .model.wrapping import inner_model
-from .planned import KeptStep, PlanRecord
+from .planned import PlanRecord
 from .planning import PlanOptions, guarded
 from .step import Step
 from .target.capacity import planned_settings
@@ -213,16 +213,10 @@ class _UnseenArguments(UnseenInput[Step]):
         # Constants of other kinds take memory while this one runs.
         own = traced.captured.recording.constants.values()
         budget_bytes = self.budget_bytes - self.inputs.constants_bytes(excluding=own)
-        graph = traced.graph
-        plans = [
-            (kept.summary.inputs, plan)
-            for kept in self.inputs.kept.values()
-            if isinstance(plan := kept.step.plan, Plan) and kept.summary.how.startswith(PLANNED)
-        ]
+        graph, kept = traced.graph, self.inputs.kept.values()
         search = self.record.planning().at_once(budget_bytes, None).planned
         allocator = planned_settings() if graph.allocator == "torch" else None
-        planned: Plan = self.noted(plan_at_once(graph, search, budget_bytes, plans, allocator))
-        return planned
+        return self.planned(graph, search, budget_bytes, kept, allocator)
 
     def covering(self) -> Step | None:
         """Return a choice of modules that kept the budget on an input as large or larger.
@@ -318,7 +312,7 @@ class _UnseenArguments(UnseenInput[Step]):
                 # The step with earlier gradients goes with the one it replaces.
                 inputs.later.pop(inputs.kept[kind].step, None)
             call = call_layout(self.arguments)
-            inputs.kept[kind] = KeptStep(step, call, planned_kind, inputs.count)
+            inputs.kept[kind] = KeptStep(step, planned_kind, call, inputs.count)
             inputs.make_room(kind, self.budget_bytes)
         return step
 

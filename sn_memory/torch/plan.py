@@ -25,7 +25,7 @@ from ..graph.records import Device
 from ..plan.api import plan_graph
 from ..plan.plan import Plan, check_techniques
 from ..run.measured_choice import summary
-from ..run.planned import PlannedKind
+from ..run.planned import KeptStep, PlannedKind
 from ..run.reserved import LIMIT
 from .errors import TraceError
 from .model.guards import GuardCache, signature_of
@@ -44,7 +44,7 @@ from .model.wrapping import (
     planned_class,
     uninitialized,
 )
-from .planned import KeptStep, PlanRecord, StepCache
+from .planned import PlanRecord, StepCache
 from .planned_forward import PlannedForward
 from .planning import PlanningResult, PlanOptions, guarded
 from .target.capacity import limit_budget
@@ -376,7 +376,7 @@ def _kept_inputs(
             kind = kind.without(cache.free)
             cache.measured.append((kind, step))
         planned_kind = PlannedKind(kind.shapes(), "planned", step.plan.peak_bytes, budget_bytes)
-        cache.kept[kind] = KeptStep(step, call_layout(arguments), planned_kind)
+        cache.kept[kind] = KeptStep(step, planned_kind, call_layout(arguments))
         cache.laid_out_otherwise |= replanned.laid_out_otherwise
     return cache
 

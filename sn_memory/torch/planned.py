@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..base.sizes import parse_bytes
-from ..run.planned import PlannedKind, PlannedRecord
+from ..run.planned import KeptStep, PlannedRecord
 from ..run.unseen import TimeToPlan
 from .eager.trial import Trial
 from .model.guards import GuardCache
-from .model.signature import CallLayout, InputSignature, Name, storage_sizes
+from .model.signature import InputSignature, Name, storage_sizes
 from .planning import PlanOptions
 from .step import Step
 from .target.allocator import StepPool
@@ -28,22 +28,6 @@ if TYPE_CHECKING:
 
 # How many kinds that came while training are kept.
 KINDS = 64
-
-
-@dataclass
-class KeptStep:
-    """What is kept for a kind of input.
-
-    step : what runs in place of the forward pass
-    call : how the arguments of its sample were written
-    summary : how it was planned
-    used : if it was planned while training, the count of steps at its last use; else None
-    """
-
-    step: Step
-    call: CallLayout
-    summary: PlannedKind
-    used: int | None = None
 
 
 @dataclass
@@ -67,7 +51,7 @@ class StepCache:
     latest: Step
     ends: tuple[bool, ...] = ()
     laid_out_otherwise: bool = False
-    kept: dict[InputSignature, KeptStep] = field(default_factory=dict)
+    kept: dict[InputSignature, KeptStep[Step]] = field(default_factory=dict)
     later: dict[Step, Step] = field(default_factory=dict)
     measured: list[tuple[InputSignature, Step]] = field(default_factory=list)
     changes: Counter[Name] = field(default_factory=Counter)
@@ -139,7 +123,7 @@ class StepCache:
 
 
 @dataclass(repr=False, frozen=True, eq=False)
-class PlanRecord(PlannedRecord[Trace]):
+class PlanRecord(PlannedRecord[Trace, Step]):
     """What a planned model carries as `model.sn_memory`; created once, when it is planned.
 
     Parameters
@@ -188,14 +172,9 @@ class PlanRecord(PlannedRecord[Trace]):
         return self.inputs.latest
 
     @property
-    def steps(self) -> dict[InputSignature, Step]:
-        """What runs in place of the forward pass, per kind of input."""
-        return {kind: kept.step for kind, kept in self.inputs.kept.items()}
-
-    @property
-    def summaries(self) -> dict[InputSignature, PlannedKind]:  # type: ignore[override]
-        """Per kind of input, how it was planned; see `kinds`."""
-        return {kind: kept.summary for kind, kept in self.inputs.kept.items()}
+    def kept(self) -> dict[InputSignature, KeptStep[Step]]:  # type: ignore[override]
+        """What is kept, per kind of input."""
+        return self.inputs.kept
 
     def planning(self) -> PlanOptions:
         """Return how to plan for inputs to come, with what training has shown."""

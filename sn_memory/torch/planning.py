@@ -285,7 +285,7 @@ class PlanOptions:
         known: tuple[tuple[float, str], ...] = (),
     ) -> Step:
         """Return a compiled step; known : settings that kept the budget for other inputs."""
-        from .compile.backend import CompiledStep, Settings
+        from .compile.backend import CompiledStep, Setting, Settings
 
         check_memory(model, arguments, "compiling a model runs parts of it")
         # A plan that was carried over is not kept for later processes.
@@ -298,7 +298,7 @@ class PlanOptions:
             # The compiled graph returns all new gradients at its end, where the earlier ones are
             # held as well.
             earlier_bytes=wanted_bytes(model) if self.accumulate else 0,
-            known=known,
+            known=tuple(Setting(*one) for one in known),
             key=None if known else key,
         )
         with outside_saved_tensors_hooks():

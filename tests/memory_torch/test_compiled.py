@@ -269,7 +269,7 @@ def test_a_must_save_of_the_user_is_saved(monkeypatch):
 def test_a_budget_of_nothing_is_never_asked_for(share):
     """torch's short cut for it heeds no mark, and draws random numbers anew."""
     with pytest.raises(ValueError, match="between 0 and 1"):
-        partitioner.Setting(share, "dp")
+        partitioner.partitioned(None, [], {}, partitioner.Setting(share, "dp"))
 
 
 def test_the_allocator_sees_what_the_dispatcher_does_not():

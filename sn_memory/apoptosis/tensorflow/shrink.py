@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,9 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ..groups import Group, Seen, Site, grid, offsets, same_padding
+from ..groups import FITTED, Group, Seen, Site, empty_statistics, held_out, patches, same_padding
 from ..merge import Choice
-from ..pace import Alone, BaseApoptosis, Event, HorovodRanks, Ranks
+from ..pace import BaseApoptosis, Ranks, StateShapes, horovod_ranks
 from .surgery import (
     Pruner,
     Walk,
@@ -31,55 +29,38 @@ from .surgery import (
     update_sizes,
 )
 
-Floats = NDArray[np.float64]
-
 
 def _add(own: Seen, layer: Any, seen: Any, out: Any, share: int) -> None:
     """Add one batch: `seen` [rows, ..., places x n], what the reader put out [rows, ...]."""
     n = len(own.fit) - 1
-    flat = tf.reshape(tf.cast(seen[0::2] if len(seen) > 1 else seen, tf.float64), [-1, n])
+    flat = tf.reshape(tf.cast(seen[FITTED], tf.float64), [-1, n])
     flat = tf.concat([flat, tf.ones([len(flat), 1], tf.float64)], axis=1)
     own.fit += tf.matmul(flat, flat, transpose_a=True).numpy()
-    # Rows that the fit leaves out: what least squares fitted by chance is no likeness.
-    odd = slice(1, None, 2) if len(seen) > 1 else slice(None)
-    inputs = np.asarray(seen[odd].numpy(), np.float32)
-    outputs = np.asarray(out[odd].numpy(), np.float64)
+    rows = held_out(len(seen))
+    inputs, outputs = np.asarray(seen[rows].numpy(), np.float32), out[rows].numpy()
     if kind_of(layer) == "Dense":
         samples = inputs.reshape(-1, inputs.shape[-1] // n, n)
         outputs = outputs.reshape(len(samples), -1)
         some = slice(None, None, -(-len(samples) // share))
         samples, outputs = samples[some], outputs[some]
     else:
-        samples, outputs = _patches(layer, inputs, outputs, share)
-    own.samples.append(samples)
-    own.squares.append(np.square(outputs).sum(axis=1))
+        parts, outputs = patches(
+            _padded(layer, inputs), outputs, share,
+            kernel=layer.kernel_size, stride=layer.strides, dilation=layer.dilation_rate,
+        )  # fmt: skip
+        samples = np.stack(parts, 1)
+    own.add(samples, outputs)
 
 
-def _patches(
-    layer: Any, seen: NDArray[np.float32], out: Floats, share: int
-) -> tuple[NDArray[np.float32], Floats]:
-    """Return inputs [samples, offsets, n] and outputs [samples, outputs] of a convolution.
-
-    Outputs are taken on a grid of positions, so that there are about `share` of them.
-    """
+def _padded(layer: Any, seen: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Return what a convolution reads, with the zeros that it sees around it."""
     kernel, stride, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
     sides = [(0, 0)] * len(kernel)
     if layer.padding == "same":
         sides = same_padding(kernel, stride, dilation, seen.shape[1:-1])
     elif layer.padding == "causal":
         sides = [(dilation[0] * (kernel[0] - 1), 0)]
-    padded = np.pad(seen, [(0, 0), *sides, (0, 0)])
-    positions = grid(out.shape[1:-1], max(1, share // len(out)))
-    rows = np.arange(len(out))
-    parts = []
-    for offset in offsets(kernel):
-        places = [
-            np.array(row) * step + o * spread
-            for row, step, o, spread in zip(positions, stride, offset, dilation, strict=True)
-        ]
-        parts.append(padded[np.ix_(rows, *places)].reshape(-1, seen.shape[-1]))
-    outputs = out[np.ix_(rows, *map(np.array, positions))]
-    return np.stack(parts, 1), outputs.reshape(-1, out.shape[-1])
+    return np.pad(seen, [(0, 0), *sides, (0, 0)])
 
 
 def measure(
@@ -88,18 +69,12 @@ def measure(
     """Return what each reader of each group saw in batches of inputs.
 
     The recorded calls are run once more on them, in training mode: dropout is left out, so that
-    chance is not taken for a difference, and moving averages are put back. Even rows of a batch are
-    fitted, odd rows show the change. A batch of one row is used for both.
+    chance is not taken for a difference, and moving averages are put back.
 
     About `samples` outputs of each reader are kept in all.
     """
-    seen_by_group: list[list[Seen]] = []
-    sites: dict[str, Seen] = {}
+    seen_by_group, sites = empty_statistics(groups, lambda size: np.zeros((size, size)))
     share = math.ceil(samples / len(batches))
-    for group in groups:
-        row = [Seen(np.zeros((group.width + 1, group.width + 1))) for _ in group.sites]
-        sites |= {site.call: own for site, own in zip(group.sites, row, strict=True)}
-        seen_by_group.append(row)
     # By id of what Keras recorded: each call reads what earlier calls have left there.
     for batch in batches:
         values = {id(t): x for t, x in zip(graph.inputs, keras.tree.flatten(batch), strict=True)}
@@ -112,7 +87,9 @@ def measure(
     return seen_by_group
 
 
-def _run(operation: Any, args: Any, kwargs: Any, sites: dict[str, Seen], share: int) -> Any:
+def _run(
+    operation: Any, args: Any, kwargs: Any, sites: dict[str, tuple[Site, Seen]], share: int
+) -> Any:
     if kind_of(operation).endswith("Dropout"):
         return args[0]
     if kind_of(operation) == "BatchNormalization":
@@ -131,24 +108,8 @@ def _run(operation: Any, args: Any, kwargs: Any, sites: dict[str, Seen], share: 
         out = operation(*args, **kwargs)
     finally:
         operation.activation = activation
-    _add(sites[operation.name], operation, args[0], out, share)
+    _add(sites[operation.name][1], operation, args[0], out, share)
     return activation(out)
-
-
-def write(model: Any, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
-    """Write `path`, a .keras file or else a SavedModel, and the same name with .json."""
-    path = Path(path)
-    if path.suffix == ".keras":
-        model.save(path)
-    else:
-        model.export(path, verbose=False)
-    record = {
-        "format": "sn_memory.apoptosis",
-        "version": 1,
-        "shapes": [[held.path, list(held.shape)] for held in model.variables],
-        "events": [event.to_json() for event in events if event],
-    }
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
@@ -175,7 +136,7 @@ def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
             "with the code that was trained."
         )
     graph = graph_of(model)
-    walk = find_groups(graph)
+    walk, _ = find_groups(graph)
     for held, value in zip(model.variables, values, strict=True):
         if tuple(held.shape) == tuple(value.shape):
             held.assign(value.numpy())
@@ -189,56 +150,23 @@ def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
 class Apoptosis(BaseApoptosis):
     """Merges neurons of a Keras model while it trains, with all that its optimizer knows of them.
 
-    Parameters
-    ----------
-    model
-        A functional model, or a Sequential one that is built.
-    optimizer
-        Keras's optimizer of its variables; one that Horovod wraps is fine as well.
-    tolerance
-        The relative change of what each layer puts out that one event may cause, in (0, 1), at the
-        largest learning rate there was. It falls as the rate does.
-    every
-        Steps from one look to the next; see `schedule`.
-    min_width
-        At least so many neurons are left in each group.
-    round_to
-        Widths that change become a multiple of this.
-    schedule
-        "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.pace).
-    overhead
-        The share of training time that looks may take, in (0, 1): gaps grow until it holds. They
-        then depend on the clock (of the slowest rank), and two runs may differ. None: they do not.
+    The model is a functional one, or a Sequential one that is built; the optimizer Keras's of its
+    variables, wrapped by Horovod or not. Settings: see `__init__`.
 
     Notes
     -----
     Give `observe` what the model is trained on, or train with `fit` and `callback`. A tf.function
     that was recorded before an event reads variables that are empty now, and fails: make it anew
-    when `step` returns true. Functions of `fit` are made anew by themselves.
+    when `step` returns true. Functions of `fit` are made anew by themselves. `export` writes a
+    .keras file, or a SavedModel under another name.
     """
 
     _no_batch = "no batch was seen; call observe(inputs) before step()"
     _walk: Walk
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: Any,
-        *,
-        tolerance: float = 0.02,
-        every: int = 500,
-        min_width: int = 8,
-        round_to: int = 8,
-        schedule: str = "adaptive",
-        overhead: float | None = 0.02,
-    ) -> None:
-        super().__init__(
-            tolerance=tolerance, every=every, min_width=min_width, round_to=round_to,
-            schedule=schedule, overhead=overhead,
-        )  # fmt: skip
+    def _begin(self) -> None:
         # Raises for a model without a graph: now, not at the first look, hours later.
-        graph_of(model)
-        self.model, self.optimizer = model, optimizer
+        graph_of(self.model)
 
     def observe(self, inputs: Any) -> None:
         """Keep what the model is trained on: a tensor, or a list in the order of model.inputs."""
@@ -258,32 +186,34 @@ class Apoptosis(BaseApoptosis):
         """
         return _Callback(self, keras.tree.flatten(inputs), batch)
 
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Write a .keras file or a SavedModel to `path`, and what was merged to .json beside it."""
-        write(self.model, self.events, path)
+    def _write(self, path: Path) -> dict[str, Any]:
+        if path.suffix == ".keras":
+            self.model.save(path)
+        else:
+            self.model.export(path, verbose=False)
+        shapes = [[held.path, list(held.shape)] for held in self.model.variables]
+        return {"version": 1, "shapes": shapes}
 
     def _rate(self) -> float:
         return float(self.optimizer.learning_rate)
 
     def _ranks(self) -> Ranks:
-        # Horovod is not imported for this.
-        hvd = sys.modules.get("horovod.tensorflow")
-        if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
-            return HorovodRanks(hvd, tf.constant)
-        return Alone()
+        return horovod_ranks("horovod.tensorflow", tf.constant)
 
     def _shapes(self, batch: Any) -> tuple[tuple[int, ...], ...]:
         return tuple(tuple(value.shape) for value in batch)
 
     def _groups(self, batch: Any) -> tuple[list[Group], str]:
-        graph = graph_of(self.model)
-        self._walk, pruner = find_groups(graph), Pruner(graph, self.optimizer)
-        groups = list(self._walk.roots())
-        for group in groups:
-            for name in [piece.name for piece in group.slices] + [s.weight for s in group.sites]:
-                if key := pruner.unknown_state(name):
-                    group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
+        self._walk, groups = find_groups(graph_of(self.model))
         return groups, ""
+
+    def _state_shapes(self, name: str) -> tuple[Sequence[int], StateShapes]:
+        pruner = self._pruner()
+        variable = pruner.variable(name)
+        return variable.shape, [(key, held.shape) for key, held in pruner.state(variable)]
+
+    def _pruner(self) -> Pruner:
+        return Pruner(graph_of(self.model), self.optimizer)
 
     def _measure(
         self, groups: Sequence[Group], batches: Sequence[Any], samples: int
@@ -291,8 +221,7 @@ class Apoptosis(BaseApoptosis):
         return measure(graph_of(self.model), groups, batches, samples)
 
     def _offsets(self, site: Site, group: Group) -> NDArray[np.float64]:
-        pruner = Pruner(graph_of(self.model), self.optimizer)
-        return as_offsets(pruner.variable(site.weight).numpy(), group.width)
+        return as_offsets(self._pruner().variable(site.weight).numpy(), group.width)
 
     def _weights(self) -> Iterator[NDArray[Any]]:
         for held in self.model.trainable_variables:
@@ -301,7 +230,7 @@ class Apoptosis(BaseApoptosis):
     def _merge(
         self, chosen: Sequence[tuple[Group, Choice]], batch: Any
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
-        pruner = Pruner(graph_of(self.model), self.optimizer)
+        pruner = self._pruner()
         # Before anything shrinks: they have the shapes of now.
         pruner.take_residuals()
         for group, choice in chosen:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final, Literal
 
 import keras
@@ -16,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from ..groups import Group, Groups, Site, Slice, Tag
+from ..groups import Group, Groups, Refusal, Site, Slice, Tag
 from ..merge import Choice, add_up, fold, scales
 
 # Activations that give one number for one number, by the names Keras gives the functions.
@@ -38,10 +39,6 @@ _ELEMENTWISE = frozenset(
 _TWO_SIDED = frozenset({"Add", "Subtract", "Multiply", "Maximum", "Minimum"})
 _POOLS = frozenset(f"{kind}Pooling{d}D" for kind in ("Max", "Average") for d in (1, 2, 3))
 _GLOBAL = frozenset(f"Global{kind}" for kind in _POOLS)
-
-
-class _Refusal(Exception):  # noqa: N818 - an answer, caught below, and no error
-    """A rule does not know what a call does to channels."""
 
 
 class Walk(Groups):
@@ -85,39 +82,22 @@ def kind_of(operation: Any) -> str:
     return kind.__name__ if kind.__module__.startswith("keras.") else ""
 
 
-def find_groups(graph: Any) -> Walk:
-    """Return the walk with all groups of a model, those that cannot shrink included.
+def find_groups(graph: Any) -> tuple[Walk, list[Group]]:
+    """Return the walk, and all groups of a model, those that cannot shrink included.
 
     Keras 3 keeps the calls that made a functional or Sequential model. A walk over them gives each
     value a tag; what a call does that is not named here is not guessed. Channels are always last.
     """
     walk = Walk(graph)
     for node in calls_of(graph):
-        tag = _follow(walk, node)
+        operation, kind = node.operation, kind_of(node.operation)
+        rule = partial(_RULES[kind], walk, node) if kind in _RULES else None
+        named, used = kind or type(operation).__name__, node.input_tensors
+        tag = walk.follow(rule, used, kind=named, call=operation.name)
         for output in node.outputs:
             if tag is not None:
                 walk.tags[id(output)], walk.tensors[id(output)] = tag, output
-    for out in graph.outputs:
-        if tag := walk.tag(out):
-            walk.group(tag).refuse("it is an output of the model")
-    for group in walk.roots():
-        if not group.sites:
-            group.refuse("no layer reads it")
-    return walk
-
-
-def _follow(walk: Walk, node: Any) -> Tag | None:
-    operation, kind = node.operation, kind_of(node.operation)
-    try:
-        rule = _RULES.get(kind)
-        if rule is None:
-            raise _Refusal(f"{type(operation).__name__} is not understood")
-        return rule(walk, node)
-    except _Refusal as refusal:
-        for used in node.input_tensors:
-            if tag := walk.tag(used):
-                walk.group(tag).refuse(f"{refusal} (at {operation.name})")
-        return None
+    return walk, walk.finished(graph.outputs)
 
 
 def _elementwise(walk: Walk, node: Any) -> Tag | None:
@@ -127,7 +107,7 @@ def _elementwise(walk: Walk, node: Any) -> Tag | None:
 def _activation(walk: Walk, node: Any) -> Tag | None:
     name = getattr(node.operation.activation, "__name__", "")
     if name not in _FUNCTIONS:
-        raise _Refusal(f"activation {name or node.operation.activation!r} is not understood")
+        raise Refusal(f"activation {name or node.operation.activation!r} is not understood")
     return walk.tag(node.input_tensors[0])
 
 
@@ -137,7 +117,7 @@ def _two_sided(walk: Walk, node: Any) -> Tag | None:
         return None
     # Broadcast channels would be one neuron on one side and all on the other.
     if len({used.shape for used in node.input_tensors}) > 1 or len({_place(t) for t in tags}) > 1:
-        raise _Refusal(f"{kind_of(node.operation)} with a value of other channels")
+        raise Refusal(f"{kind_of(node.operation)} with a value of other channels")
     first, *others = [tag for tag in tags if tag is not None]
     for other in others:
         walk.join(first, other)
@@ -151,7 +131,7 @@ def _place(tag: Tag | None) -> tuple[int, int] | None:
 def _pool(walk: Walk, node: Any) -> Tag | None:
     tag = walk.tag(node.input_tensors[0])
     if tag and node.operation.data_format != "channels_last":
-        raise _Refusal("channels that are not last")
+        raise Refusal("channels that are not last")
     # A global pool drops the axes between, and channels stay last.
     return Tag(tag.group, len(node.outputs[0].shape) - 1, tag.places) if tag else None
 
@@ -162,7 +142,7 @@ def _flatten(walk: Walk, node: Any) -> Tag | None:
         return None
     between = node.input_tensors[0].shape[1:-1]
     if None in between or node.operation.data_format != "channels_last":
-        raise _Refusal("Flatten of an unknown size, or of channels that are not last")
+        raise Refusal("Flatten of an unknown size, or of channels that are not last")
     # Channels are last, so the places of one channel are as many as positions.
     return Tag(tag.group, 1, tag.places * math.prod(between))
 
@@ -173,7 +153,7 @@ def _batch_norm(walk: Walk, node: Any) -> Tag | None:
     if tag is None:
         return None
     if layer.axis not in (-1, len(used.shape) - 1) or tag.places != 1 or id(layer) in walk.shared:
-        raise _Refusal("BatchNormalization of places, along another axis, or of a shared layer")
+        raise Refusal("BatchNormalization of places, along another axis, or of a shared layer")
     for held in layer.variables:
         walk.group(tag).slices.append(Slice(f"{layer.name}/{held.name}", layer.name))
     return tag
@@ -183,6 +163,8 @@ def _layer(walk: Walk, node: Any) -> Tag | None:
     """A layer that mixes what it reads and makes channels of its own."""
     layer, used = node.operation, node.input_tensors[0]
     convolution = kind_of(layer) != "Dense"
+    kernel = f"{layer.name}/kernel"
+    bias = f"{layer.name}/bias" if layer.use_bias else None
     last = len(node.outputs[0].shape) - 1
     # Quantized layers and LoRA have others, which would have to be cut as well.
     plain = {held.name for held in layer.variables} <= {"kernel", "bias"}
@@ -192,23 +174,20 @@ def _layer(walk: Walk, node: Any) -> Tag | None:
     tag = walk.tag(used)
     if not plain or id(layer) in walk.shared:
         reason = f"{kind_of(layer)} that is shared, quantized, grouped or not channels-last"
-        outputs_tag = walk.new_group(node.outputs[0].shape[last], f"{layer.name}/kernel")
-        walk.groups[outputs_tag].refuse(reason)
-        raise _Refusal(reason)
+        walk.add(Group(node.outputs[0].shape[last], makers=[kernel], reason=reason))
+        raise Refusal(reason)
     if tag:
         if tag.axis != len(used.shape) - 1 or (convolution and tag.places != 1):
-            raise _Refusal(f"{kind_of(layer)} along another axis than the channels'")
-        bias = f"{layer.name}/bias" if layer.use_bias else None
+            raise Refusal(f"{kind_of(layer)} along another axis than the channels'")
         # Padding sees zeros where a constant would be added, so no bias makes up for it.
         constant = layer.use_bias and not (convolution and layer.padding != "valid")
-        site = Site(layer.name, f"{layer.name}/kernel", bias, tag.places, tag.axis, constant)
+        site = Site(layer.name, kernel, bias, tag.places, tag.axis, constant)
         walk.group(tag).sites.append(site)
-    outputs_tag = walk.new_group(node.outputs[0].shape[last], f"{layer.name}/kernel")
-    names = ["kernel", "bias"] if layer.use_bias else ["kernel"]
-    walk.groups[outputs_tag].slices += [Slice(f"{layer.name}/{name}", layer.name) for name in names]
+    slices = [Slice(name, layer.name) for name in (kernel, bias) if name]
+    outputs = Group(node.outputs[0].shape[last], slices, makers=[kernel])
     if not known:
-        walk.groups[outputs_tag].refuse(f"the activation of {layer.name} is not understood")
-    return Tag(outputs_tag, last)
+        outputs.refuse(f"the activation of {layer.name} is not understood")
+    return Tag(walk.add(outputs), last)
 
 
 _RULES: dict[str, Callable[[Walk, Any], Tag | None]] = {
@@ -303,14 +282,6 @@ class Pruner:
             places = {optimizer._var_key(held): place for place, held in enumerate(trained)}
             if places:
                 optimizer._trainable_variables_indices = places
-
-    def unknown_state(self, name: str) -> str | None:
-        """Return the name of state that is neither one number nor shaped like the variable."""
-        variable = self.variable(name)
-        for key, held in self.state(variable):
-            if tuple(held.shape) != tuple(variable.shape) and np.prod(held.shape) > 1:
-                return key
-        return None
 
 
 def resize(variable: Any, value: Any) -> None:

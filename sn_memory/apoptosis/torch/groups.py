@@ -17,16 +17,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..groups import Group, Groups, Site, Slice, Tag
-
-
-class Refusal(Exception):  # noqa: N818 - an answer, which the walk takes, and no error
-    """A rule does not know what a call does to channels."""
+from ..groups import Group, Groups, Refusal, Site, Slice, Tag
 
 
 class Walk(Groups):
@@ -246,21 +243,6 @@ _RESHAPES = frozenset(
 )  # fmt: skip
 
 
-def follow(walk: Walk, node: fx.Node) -> Tag | None:
-    """Return where the channels lie in what a call gives; refuse the groups it does not keep."""
-    rule = _RULES.get(_name(node))
-    try:
-        if rule is None:
-            raise Refusal(f"{_name(node)} is not understood")
-        return rule(walk, node)
-    except Refusal as refusal:
-        # What it reads is not known to survive a cut; what it gives has no channels for others.
-        for used in node.all_input_nodes:
-            if tag := walk.tag(used):
-                walk.group(tag).refuse(f"{refusal} (at {node.name})")
-        return None
-
-
 def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
@@ -405,9 +387,9 @@ def _layer(walk: Walk, node: fx.Node, *, axis: int, padded: bool) -> Tag | None:
     bias = walk.parameter(arguments[2]) if has_bias else None
     if weight is None or (has_bias and bias is None):
         held = walk.names.get(arguments[1].name, node.name)
-        outputs_tag = walk.new_group(shape(node)[axis], held)
         # A group all the same, so that the answer names it.
-        walk.groups[outputs_tag].refuse("its weight or bias is shared, or computed from others")
+        reason = "its weight or bias is shared, or computed from others"
+        walk.add(Group(shape(node)[axis], makers=[held], reason=reason))
         raise Refusal(f"{_name(node)} with a shared or computed parameter")
     if tag := walk.tag(arguments[0]):
         # Only a linear layer reads channels that lie flat with their places.
@@ -417,10 +399,8 @@ def _layer(walk: Walk, node: fx.Node, *, axis: int, padded: bool) -> Tag | None:
         constant = has_bias and not padded
         site = Site(node.name, weight, bias, tag.places, axis, constant)
         walk.group(tag).sites.append(site)
-    outputs_tag = walk.new_group(shape(node)[axis], weight)
-    names = [weight, bias] if bias else [weight]
-    walk.groups[outputs_tag].slices += [Slice(name, node.name) for name in names]
-    return Tag(outputs_tag, axis)
+    slices = [Slice(name, node.name) for name in (weight, bias) if name]
+    return Tag(walk.add(Group(shape(node)[axis], slices, makers=[weight])), axis)
 
 
 _RULES: dict[str, Rule] = {
@@ -454,21 +434,17 @@ def find_groups(program: Any, model: torch.nn.Module) -> list[Group]:
     walk = Walk(program)
     for node in program.graph.nodes:
         if node.op == "call_function":
-            walk.tags[node] = follow(walk, node)
-        elif node.op == "output":
-            for used in node.all_input_nodes:
-                if tag := walk.tag(used):
-                    walk.group(tag).refuse("it is an output of the model")
-    # After the walk: until its end a later call may read a group, or join it with another.
-    groups = list(walk.roots())
+            kind = _name(node)
+            rule = partial(_RULES[kind], walk, node) if kind in _RULES else None
+            used = node.all_input_nodes
+            walk.tags[node] = walk.follow(rule, used, kind=kind, call=node.name)
+    groups = walk.finished(program.graph.output_node().all_input_nodes)
     unused = {
         walk.names[node.name]: _reads(shape(node))
         for node in program.graph.nodes
         if node.name in walk.parameters and not node.users
     }
     for group in groups:
-        if not group.sites:
-            group.refuse("no layer reads it")
         for name, size in unused.items():
             # The head of another task, say: with fewer channels its next call would raise.
             if size and size % (group.width * group.block) == 0:
@@ -483,8 +459,7 @@ def _refuse_unusual(group: Group, model: torch.nn.Module) -> None:
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
-    mine = {piece.name for piece in group.slices} | {site.weight for site in group.sites}
-    for name in sorted(mine):
+    for name in sorted({*group.parameters}):
         owner, _, last = name.rpartition(".")
         value = getattr(model.get_submodule(owner), last)
         if len(names.get(id(value), [])) > 1:

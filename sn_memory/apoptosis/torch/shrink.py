@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,18 +17,18 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils import _pytree as tree
 
-from ..groups import Group, Seen, Site, grid, offsets, same_padding
+from ..groups import FITTED, Group, Seen, Site, empty_statistics, held_out, patches, same_padding
 from ..merge import Choice
-from ..pace import Alone, BaseApoptosis, Event, HorovodRanks, Ranks
+from ..pace import FORMAT, BaseApoptosis, Ranks, StateShapes, horovod_ranks
 from .groups import counts_in, find_groups
-from .surgery import CARRIED, Pruner, as_offsets, merge_group, reshape, shapes_of, unknown_state
+from .surgery import CARRIED, Pruner, as_offsets, merge_group, reshape, shapes_of
 
 
 class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any to the checker
     """Runs the traced calls once more, without dropout, and notes what sites read and put out."""
 
     def __init__(
-        self, graph: fx.GraphModule, sites: dict[str, tuple[Site, torch.Tensor, Seen]], share: int
+        self, graph: fx.GraphModule, sites: dict[str, tuple[Site, Seen]], share: int
     ) -> None:
         super().__init__(graph)
         self.sites, self.share = sites, share
@@ -43,67 +42,52 @@ class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any 
             return n.target(*fetched[0][:4], 0.0, *fetched[0][5:], **fetched[1])
         if n.name not in self.sites:
             return super().run_node(n)
-        site, fit, own = self.sites[n.name]
+        site, own = self.sites[n.name]
         seen = self.env[n.args[0]]
         out = super().run_node(n)
-        _add_fit(fit, site, seen)
-        # Rows that `_add_fit` leaves out.
-        odd = slice(1, None, 2) if len(seen) > 1 else slice(None)
+        _add_fit(own.fit, site, seen[FITTED])
+        rows = held_out(len(seen))
         if "conv" in str(n.target):
-            samples, outputs = _patches(n.args, seen[odd], out[odd], self.env, self.share)
+            parts, outputs = self._patches(n.args, seen[rows], out[rows])
+            samples = torch.stack(parts, 1)
         else:
-            samples = seen[odd].reshape(-1, len(fit) - 1, site.places).transpose(1, 2)
-            outputs = out[odd].reshape(len(samples), -1)
+            samples = seen[rows].reshape(-1, len(own.fit) - 1, site.places).transpose(1, 2)
+            outputs = out[rows].reshape(len(samples), -1)
             some = slice(None, None, -(-len(samples) // self.share))
             samples, outputs = samples[some], outputs[some]
-        own.samples.append(samples.float().cpu().numpy())
-        own.squares.append(outputs.double().square().sum(1).cpu().numpy())
+        own.add(samples.float().cpu().numpy(), outputs.double().cpu().numpy())
         return out
 
+    def _patches(
+        self, arguments: Any, seen: torch.Tensor, out: torch.Tensor
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Return inputs and outputs of a convolution as `patches` does."""
+        spatial = seen.dim() - 2
+        kernel = self.env[arguments[1]].shape[2:]
+        stride, padding, dilation = (
+            _each(arguments[place] if len(arguments) > place else default, spatial)
+            for place, default in ((3, 1), (4, 0), (5, 1))
+        )
+        # Padding as a string is "same" or "valid": see `torch.nn.functional.conv2d`.
+        if padding == "same":
+            sides = same_padding(kernel, stride, dilation, seen.shape[2:])
+        else:
+            widths = [0] * spatial if isinstance(padding, str) else padding
+            sides = [(width, width) for width in widths]
+        # `pad` begins with the last axis.
+        flat = [side for pair in reversed(sides) for side in pair]
+        padded = torch.nn.functional.pad(seen, flat).movedim(1, -1)
+        outputs = out.movedim(1, -1)
+        return patches(padded, outputs, self.share, kernel=kernel, stride=stride, dilation=dilation)
 
-def _add_fit(fit: torch.Tensor, site: Site, seen: torch.Tensor) -> None:
+
+def _add_fit(fit: torch.Tensor, site: Site, rows: torch.Tensor) -> None:
     channels = len(fit) - 1
     # [rows, others, channels, places] -> [rows and others and places, channels]
-    rows = (seen[0::2] if len(seen) > 1 else seen).movedim(site.axis, -1)
-    rows = rows.reshape(-1, channels, site.places).transpose(1, 2)
+    rows = rows.movedim(site.axis, -1).reshape(-1, channels, site.places).transpose(1, 2)
     flat = rows.reshape(-1, channels).double()
     ones = torch.cat([flat, flat.new_ones(len(flat), 1)], dim=1)
     fit += ones.T @ ones
-
-
-def _patches(
-    arguments: Any, seen: torch.Tensor, out: torch.Tensor, env: Any, share: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return inputs [samples, offsets, n] and outputs [samples, outputs] of a convolution.
-
-    Outputs are taken on a grid of positions, so that there are about `share` of them.
-    """
-    spatial = seen.dim() - 2
-    kernel = env[arguments[1]].shape[2:]
-    stride, padding, dilation = (
-        _each(arguments[place] if len(arguments) > place else default, spatial)
-        for place, default in ((3, 1), (4, 0), (5, 1))
-    )
-    # Padding as a string is "same" or "valid": see `torch.nn.functional.conv2d`.
-    if padding == "same":
-        sides = same_padding(kernel, stride, dilation, seen.shape[2:])
-    else:
-        widths = [0] * spatial if isinstance(padding, str) else padding
-        sides = [(width, width) for width in widths]
-    # `pad` begins with the last axis.
-    flat = [side for pair in reversed(sides) for side in pair]
-    padded = torch.nn.functional.pad(seen, flat)
-    positions = grid(out.shape[2:], max(1, share // len(out)))
-    outputs = out[(..., *_mesh(positions))]
-    parts = []
-    for offset in offsets(kernel):
-        places = [
-            [p * step + o * spread for p in row]
-            for row, step, o, spread in zip(positions, stride, offset, dilation, strict=True)
-        ]
-        part = padded[(..., *_mesh(places))]  # [rows, n, positions]
-        parts.append(part.flatten(2).transpose(1, 2).reshape(-1, seen.shape[1]))
-    return torch.stack(parts, 1), outputs.flatten(2).transpose(1, 2).reshape(-1, out.shape[1])
 
 
 def _each(value: Any, spatial: int) -> Any:
@@ -111,10 +95,6 @@ def _each(value: Any, spatial: int) -> Any:
         return value
     values = [value] if isinstance(value, int) else list(value)
     return values * spatial if len(values) == 1 else values
-
-
-def _mesh(rows: Sequence[Sequence[int]]) -> tuple[torch.Tensor, ...]:
-    return tuple(torch.meshgrid(*(torch.tensor(row, device="cpu") for row in rows), indexing="ij"))
 
 
 def measure(
@@ -128,22 +108,17 @@ def measure(
 
     The traced graph is run once more on them, without gradients. Dropout is left out, so that
     chance is not taken for a difference, and running statistics are copies, so that nothing of the
-    model changes. Even rows of a batch are fitted, odd rows show the change: what least squares
-    fitted by chance is not counted as likeness. A batch of one row is used for both.
+    model changes.
 
     About `samples` outputs of each reader are kept in all.
     """
     device = next(model.parameters()).device
-    seen_by_group: list[list[Seen]] = []
-    fits: list[tuple[torch.Tensor, Seen]] = []
-    sites: dict[str, tuple[Site, torch.Tensor, Seen]] = {}
-    for group in groups:
-        size = group.width + 1
-        seen_by_group.append([Seen(np.zeros((size, size))) for _ in group.sites])
-        for site, seen in zip(group.sites, seen_by_group[-1], strict=True):
-            # Where the model is: a sum of products of many rows.
-            fits.append((torch.zeros(size, size, dtype=torch.float64, device=device), seen))
-            sites[site.call] = site, *fits[-1]
+
+    # Where the model is: a sum of products of many rows.
+    def zeros(size: int) -> torch.Tensor:
+        return torch.zeros(size, size, dtype=torch.float64, device=device)
+
+    seen_by_group, sites = empty_statistics(groups, zeros)
     signature = program.graph_signature
     state = dict(model.named_parameters(remove_duplicate=False))
     state |= dict(model.named_buffers(remove_duplicate=False))
@@ -160,12 +135,9 @@ def measure(
             ]
             inputs = tree.tree_leaves((args, kwargs))
             _Run(program.graph_module, sites, share).run(*copies, *inputs)
-    for fit, seen in fits:
-        seen.fit = fit.cpu().numpy()
+    for _, seen in sites.values():
+        seen.fit = seen.fit.cpu().numpy()
     return seen_by_group
-
-
-_FORMAT = "sn_memory.apoptosis"
 
 
 def check_plain(model: nn.Module, optimizer: Any) -> None:
@@ -195,20 +167,6 @@ def check_plain(model: nn.Module, optimizer: Any) -> None:
         )
 
 
-def write(model: nn.Module, events: Sequence[Event], path: str | os.PathLike[str]) -> None:
-    """Write `path` (torch.save of the state_dict), and the same name with .json."""
-    path = Path(path)
-    torch.save(model.state_dict(), path)
-    record = {
-        "format": _FORMAT,
-        "version": 2,
-        "shapes": shapes_of(model),
-        "counts": counts_in(model),
-        "events": [event.to_json() for event in events if event],
-    }
-    path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
-
-
 def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """Shrink a freshly made model to what `Apoptosis.export` wrote, and load its weights.
 
@@ -226,10 +184,10 @@ def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     """
     path = Path(path)
     record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text())
-    if record.get("format") != _FORMAT or record.get("version") != 2:
+    if record.get("format") != FORMAT or record.get("version") != 2:
         raise ValueError(
             f"rebuild: {path.with_suffix('.json')} says format {record.get('format')!r}, version "
-            f"{record.get('version')!r}; expected {_FORMAT!r}, 2. Export it again."
+            f"{record.get('version')!r}; expected {FORMAT!r}, 2. Export it again."
         )
     values = torch.load(path, weights_only=True, map_location="cpu")
     reshape(model, record["shapes"], record["counts"])
@@ -263,38 +221,16 @@ def ranks_now() -> Ranks:
     dist = torch.distributed
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         return DistributedRanks()
-    # Horovod is not imported for this.
-    hvd = sys.modules.get("horovod.torch")
-    if hvd is not None and hvd.is_initialized() and hvd.size() > 1:
-        return HorovodRanks(hvd, torch.from_numpy)
-    return Alone()
+    return horovod_ranks("horovod.torch", torch.from_numpy)
 
 
 class Apoptosis(BaseApoptosis):
     """Merges neurons of a model while it trains, with all that its optimizer knows of them.
 
-    Parameters
-    ----------
-    model
-        The plain model: not wrapped by DistributedDataParallel, torch.compile or a memory plan.
-        Wrap it again after each event that changed it.
-    optimizer
-        A torch.optim.Optimizer of its parameters, not wrapped by Horovod; the wrapper must share
-        its state (`wrapped.state = optimizer.state`).
-    tolerance
-        The relative change of what each layer puts out that one event may cause, in (0, 1), at the
-        largest learning rate there was. It falls as the rate does.
-    every
-        Steps from one look to the next; see `schedule`.
-    min_width
-        At least so many neurons are left in each group.
-    round_to
-        Widths that change become a multiple of this.
-    schedule
-        "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.pace).
-    overhead
-        The share of training time that looks may take, in (0, 1): gaps grow until it holds. They
-        then depend on the clock (of the slowest rank), and two runs may differ. None: they do not.
+    The model is the plain one: not wrapped by DistributedDataParallel, torch.compile or a memory
+    plan; wrap it again after each event that changed it. The optimizer is a torch.optim.Optimizer
+    of its parameters, not wrapped by Horovod; the wrapper must share its state
+    (`wrapped.state = optimizer.state`). Settings: see `__init__`.
 
     Notes
     -----
@@ -309,28 +245,12 @@ class Apoptosis(BaseApoptosis):
 
     _no_batch = "no batch was seen; call step() after training steps of this very model"
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Any,
-        *,
-        tolerance: float = 0.02,
-        every: int = 500,
-        min_width: int = 8,
-        round_to: int = 8,
-        schedule: str = "adaptive",
-        overhead: float | None = 0.02,
-    ) -> None:
-        check_plain(model, optimizer)
-        super().__init__(
-            tolerance=tolerance, every=every, min_width=min_width, round_to=round_to,
-            schedule=schedule, overhead=overhead,
-        )  # fmt: skip
-        self.model, self.optimizer = model, optimizer
+    def _begin(self) -> None:
+        check_plain(self.model, self.optimizer)
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
         self.carry: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        self._hook = model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
+        self._hook = self.model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
         # The first trace imports the tracer, whose seconds are not to count as those of a look.
         torch.export.export(nn.Identity(), (torch.zeros(1),))
 
@@ -344,9 +264,9 @@ class Apoptosis(BaseApoptosis):
         self._hook.remove()
         self._batches.clear()
 
-    def export(self, path: str | os.PathLike[str]) -> None:
-        """Write the state_dict to `path`, and what was merged to the same name with .json."""
-        write(self.model, self.events, path)
+    def _write(self, path: Path) -> dict[str, Any]:
+        torch.save(self.model.state_dict(), path)
+        return {"version": 2, "shapes": shapes_of(self.model), "counts": counts_in(self.model)}
 
     def state_dict(self) -> dict[str, Any]:
         """Return where the schedule stands, and the shapes of the model."""
@@ -378,22 +298,22 @@ class Apoptosis(BaseApoptosis):
         program, failure = self._trace(batch)
         if failure:
             return [], failure
-        groups = find_groups(program, self.model)
-        pruner = Pruner(self.model, self.optimizer)
+        groups, pruner = find_groups(program, self.model), Pruner(self.model, self.optimizer)
         for group in groups:
             if group.name in self._refused:
                 group.refuse(self._refused[group.name])
-            names = [piece.name for piece in group.slices]
-            for site in group.sites:
-                names += [site.weight] if site.bias is None else [site.weight, site.bias]
-            for name in names:
-                value = pruner.value(name)
-                if key := unknown_state(value, pruner.state(name)):
-                    group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
+            for name in group.parameters:
                 # Another optimizer would go on with the old one, and nothing would train the new.
+                value = pruner.value(name)
                 if value.requires_grad and not pruner.trains(value):
                     group.refuse(f"{name} requires gradients, and is not in the optimizer")
         return groups, ""
+
+    def _state_shapes(self, name: str) -> tuple[Sequence[int], StateShapes]:
+        pruner = Pruner(self.model, self.optimizer)
+        states = pruner.state(name).items()
+        tensors = [(key, held.shape) for key, held in states if isinstance(held, torch.Tensor)]
+        return pruner.value(name).shape, tensors
 
     def _measure(
         self, groups: Sequence[Group], batches: Sequence[Any], samples: int
@@ -441,13 +361,14 @@ class Apoptosis(BaseApoptosis):
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
         """Shrink groups; where the model cannot run then, undo, and try them one by one."""
         pruner = Pruner(self.model, self.optimizer)
+        undo = pruner.undo()
         for group, choice in chosen:
             merge_group(pruner, group, choice)
         program, failure = self._trace(batch)
         failure = failure or self._misread(program, chosen)
         if not failure:
             return list(chosen), {}
-        pruner.undo()
+        undo()
         # The trace that was kept is of the smaller model.
         self._traced = None
         if len(chosen) == 1:

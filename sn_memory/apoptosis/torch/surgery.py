@@ -8,7 +8,6 @@ the next step would raise wherever the last loss is still held.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Final, Literal
 
 import numpy as np
@@ -18,6 +17,7 @@ from torch import nn
 
 from ..groups import Group, Site, Slice
 from ..merge import Choice, Scale, add_up, fold, scales
+from ..pace import unknown_state
 from .groups import counts_of
 
 # Where gradients that are still to be applied lie while neurons merge.
@@ -33,31 +33,37 @@ _KINDS: Final[Mapping[str, Literal["mean", "square"]]] = {
 }
 
 
-def unknown_state(parameter: torch.Tensor, state: dict[str, object]) -> str | None:
-    """Return the name of a state tensor that is neither a number nor shaped like the parameter."""
-    for key, value in state.items():
-        # Counts of steps are one number, whatever the shape.
-        if isinstance(value, torch.Tensor) and value.numel() > 1 and value.shape != parameter.shape:
-            return key
-    return None
-
-
 class Pruner:
-    """A model and its optimizer that is being pruned; `undo` gives back what was there before."""
+    """A model and its optimizer that is being pruned."""
 
     def __init__(self, model: nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
-        self._undo: list[Callable[[], None]] = []
 
     def value(self, name: str) -> torch.Tensor:
         owner, _, last = name.rpartition(".")
         tensor: torch.Tensor = getattr(self.model.get_submodule(owner), last)
         return tensor
 
-    def undo(self) -> None:
-        for step in reversed(self._undo):
-            step()
-        self._undo.clear()
+    def undo(self) -> Callable[[], None]:
+        """Return what gives back all that is there now: tensors, sizes, the optimizer's state."""
+        modules = [
+            (module, vars(module).copy(), module._parameters.copy(), module._buffers.copy())
+            for module in self.model.modules()
+        ]
+        groups = [(group, list(group["params"])) for group in self.optimizer.param_groups]
+        states = dict(self.optimizer.state)
+
+        def give_back() -> None:
+            for module, attributes, parameters, buffers in modules:
+                vars(module).update(attributes)
+                module._parameters.update(parameters)
+                module._buffers.update(buffers)
+            for group, held in groups:
+                group["params"][:] = held
+            self.optimizer.state.clear()
+            self.optimizer.state.update(states)
+
+        return give_back
 
     def replace(self, name: str, value: torch.Tensor, state: dict[str, Any]) -> None:
         """Put a new tensor, and new optimizer state, where those of `name` are."""
@@ -65,28 +71,16 @@ class Pruner:
         module, old = self.model.get_submodule(owner), self.value(name)
         if not isinstance(old, nn.Parameter):
             module._buffers[last] = value
-            self._undo.append(lambda: module._buffers.__setitem__(last, old))
-            self._resize(module)
-            return
-        new = nn.Parameter(value, requires_grad=old.requires_grad)
-        module._parameters[last] = new
-        self._undo.append(lambda: module._parameters.__setitem__(last, old))
-        self._resize(module)
-        for group in self.optimizer.param_groups:
-            for place, held in enumerate(group["params"]):
-                if held is old:
-                    group["params"][place] = new
-                    self._undo.append(partial(group["params"].__setitem__, place, old))
-        # Keyed by the parameter object: state under the old one would be lost to the optimizer.
-        if old in self.optimizer.state:
-            before = self.optimizer.state.pop(old)
-            self.optimizer.state[new] = state
-
-            def restore() -> None:
-                self.optimizer.state.pop(new, None)
-                self.optimizer.state[old] = before
-
-            self._undo.append(restore)
+        else:
+            new = module._parameters[last] = nn.Parameter(value, requires_grad=old.requires_grad)
+            for group in self.optimizer.param_groups:
+                group["params"][:] = [new if held is old else held for held in group["params"]]
+            # Keyed by the parameter object: state under the old one would be lost to the optimizer.
+            if self.optimizer.state.pop(old, None) is not None:
+                self.optimizer.state[new] = state
+        # The attributes in which a module states its size.
+        for attribute, size in sizes(module).items():
+            setattr(module, attribute, size)
 
     def trains(self, parameter: torch.Tensor) -> bool:
         """Say whether the optimizer has a parameter."""
@@ -117,21 +111,11 @@ class Pruner:
 
     def count(self, owner: str, name: str, value: int) -> None:
         """Let a module know its number of heads, or of their channels."""
-        module = self.model.get_submodule(owner)
-        before = getattr(module, name)
-        setattr(module, name, value)
-        self._undo.append(partial(setattr, module, name, before))
+        setattr(self.model.get_submodule(owner), name, value)
 
     def state(self, name: str) -> dict[str, Any]:
         value = self.value(name)
         return dict(self.optimizer.state[value]) if value in self.optimizer.state else {}
-
-    def _resize(self, module: nn.Module) -> None:
-        """Set the attributes in which a module states its size."""
-        for attribute, size in sizes(module).items():
-            before = getattr(module, attribute)
-            setattr(module, attribute, size)
-            self._undo.append(partial(setattr, module, attribute, before))
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
@@ -178,7 +162,8 @@ def reshape(
         if list(here[name].shape) != list(shape):
             new, state = here[name].detach().new_empty(shape), pruner.state(name)
             # Of another shape it is of before; of this one, the optimizer's was loaded first.
-            pruner.replace(name, new, {} if unknown_state(new, state) else state)
+            states = [(key, held.shape) for key, held in state.items() if torch.is_tensor(held)]
+            pruner.replace(name, new, {} if unknown_state(new.shape, states) else state)
     for name, value in counts.items():
         owner, _, last = name.rpartition(".")
         pruner.count(owner, last, value)

@@ -269,8 +269,42 @@ class _Measured:
 _NONE = _Measured(0, "")
 
 
+@dataclass(eq=False)
 class LayerStep:
     """A model whose chosen layers run again in the backward pass.
+
+    plan : by measured steps
+    sections : what runs again
+    base_bytes : what counts besides what ops ask for: variables, the sample, the optimizer's state
+    """
+
+    plan: MeasuredPlan
+    sections: tuple[Section, ...]
+    base_bytes: int
+    # It runs the model's own call, whatever they are.
+    settings: Settings = field(default_factory=dict)
+    # Its peak was counted with the blocks that no allocator's trace shows.
+    counts_small_blocks = True
+
+    @property
+    def peak_op(self) -> str:
+        return self.plan.peak_op
+
+    def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
+        """Run a model's own call, with the chosen sections run again later."""
+        with run_in_sections(self.sections, _rerun, model):
+            return own_call(*call.args, **call.kwargs)
+
+
+def layer_step(
+    model: Any,
+    sample: Any,
+    budget: float | str,
+    *,
+    resident_bytes: int = 0,
+    safely: bool = False,
+) -> LayerStep:
+    """Choose the layers of a model that run again.
 
     model, sample, budget : the plain model and a real sample; it is run, and left as it was.
     resident_bytes : what counts besides the step: the optimizer's state.
@@ -283,40 +317,19 @@ class LayerStep:
     `safely`, if nothing can be run again.
     Raises BudgetError if no choice of layers keeps the budget on the sample; not if `safely`.
     """
-
-    # Its peak was counted with the blocks that no allocator's trace shows.
-    counts_small_blocks = True
-
-    def __init__(
-        self,
-        model: Any,
-        sample: Any,
-        budget: float | str,
-        *,
-        resident_bytes: int = 0,
-        safely: bool = False,
-    ) -> None:
-        args = sample if isinstance(sample, tuple) else (sample,)
-        if safely:
-            args = tf.nest.map_structure(_synthetic, args)
-        if not has_values(args):
-            raise TraceError(
-                "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
-                "tensor, or change the model so that it can be traced."
-            )
-        args = as_tensors(args)
-        variables = variables_of(model)
-        self.base_bytes = resident_bytes + sum(map(bytes_of, (*variables, *tensors_in(args))))
-        self.sections: tuple[Section, ...] = ()
-        self.settings: Settings = {}  # it runs the model's own call, whatever they are
-        with put_back(variables), restore_model(model):
-            self.plan = _Search(self, model, args, safely=safely).plan(budget)
-        self.peak_op = self.plan.peak_op
-
-    def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
-        """Run a model's own call, with the chosen sections run again later."""
-        with run_in_sections(self.sections, _rerun, model):
-            return own_call(*call.args, **call.kwargs)
+    args = sample if isinstance(sample, tuple) else (sample,)
+    if safely:
+        args = tf.nest.map_structure(_synthetic, args)
+    if not has_values(args):
+        raise TraceError(
+            "planning by layers runs the model, and the sample is a tf.TensorSpec. Pass a "
+            "tensor, or change the model so that it can be traced."
+        )
+    args = as_tensors(args)
+    variables = variables_of(model)
+    base_bytes = resident_bytes + sum(map(bytes_of, (*variables, *tensors_in(args))))
+    with put_back(variables), restore_model(model):
+        return _Search(model, args, base_bytes, safely=safely).step(budget)
 
 
 def _rerun(section: Section, function: Any, inputs: list[Any]) -> list[Any]:
@@ -333,21 +346,20 @@ def _synthetic(leaf: Any) -> Any:
 
 
 class _InSections:
-    """A model whose `call` has its step's sections, for measuring."""
+    """A model whose `call` has the sections that are measured."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        step: LayerStep = self.__dict__["_sn_memory_step"]
-        return step.run(self, super().call, Call(args, kwargs))  # type: ignore[misc]
+        with run_in_sections(self.__dict__["_sn_memory_sections"], _rerun, self):
+            return super().call(*args, **kwargs)  # type: ignore[misc]
 
 
 class _Search:
     """Looks for the layers to run again: probes once, then measures choices."""
 
-    def __init__(self, step: LayerStep, model: Any, args: tuple[Any, ...], *, safely: bool) -> None:
-        self.step, self.model, self.args, self.safely = step, model, args, safely
+    def __init__(self, model: Any, args: tuple[Any, ...], base_bytes: int, *, safely: bool) -> None:
+        self.model, self.args, self.base_bytes, self.safely = model, args, base_bytes, safely
         self.device = main_device()
         self.twin = twin_of(model, _InSections)
-        self.twin.__dict__["_sn_memory_step"] = step
         # Bytes of the sample for one of what was watched.
         self.scale = 1
         self.probe = self.of_few_rows() if safely else Probe(model, args, self.device)
@@ -374,7 +386,7 @@ class _Search:
     def leaves_bytes(probe: Probe) -> bool:
         return any(behaviour.left_bytes > 0 for behaviour in probe.behaviour.values())
 
-    def plan(self, budget: float | str) -> MeasuredPlan:
+    def step(self, budget: float | str) -> LayerStep:
         # Without `safely`, an allocator that does not count has ended in an error before.
         counts = not self.safely or has_statistics(self.device)
         baseline = _NONE if self.safely else self.measured([])
@@ -403,15 +415,15 @@ class _Search:
                 baseline_bytes=baseline.peak_bytes,
                 how="with layers run again",
             )
-        self.step.sections = tuple(chosen)
         forward_s = sum(
             self.probe.behaviour[item].seconds
             for chain in self.probe.chains[self.model]
             for item in chain.items
         )
-        return measured_plan(
+        plan = measured_plan(
             sections, chosen, best, baseline, budget_bytes=budget_bytes, baseline_seconds=forward_s
         )
+        return LayerStep(plan, tuple(chosen), self.base_bytes)
 
     def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[Section], _Measured]:
         """Return the sections with the smallest peak when all run again, and that step."""
@@ -491,9 +503,9 @@ class _Search:
         The worst of two, if that is above the budget; else of many, and a margin for the next. What
         the model does by itself has none.
         """
-        self.step.sections = tuple(sections)
+        self.twin.__dict__["_sn_memory_sections"] = tuple(sections)
         step = model_step(self.twin).get_concrete_function(*self.args)
-        base = self.step.base_bytes + small_bytes(step.graph, self.device)
+        base = self.base_bytes + small_bytes(step.graph, self.device)
         # The first call of a function folds constants, whose bytes are in no later step.
         step(*self.args)
         peaks, op = self.counted(step, 2)

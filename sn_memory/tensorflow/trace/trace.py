@@ -39,15 +39,10 @@ OPTIMIZER = "optimizer state"
 class Trace:
     """A traced training step.
 
-    Parameters
-    ----------
-    named
-        The graph with its names.
-    captured
-        The ops behind it.
-    structure
-        Of a step, what it returns, with the symbolic tensors of the trace in it; of a model, what
-        was seen at its `call`: arguments, results, variables, gradients.
+    named : the graph with its names
+    captured : the ops behind it
+    structure : of a step, what it returns, with the symbolic tensors of the trace in it; of a
+        model, what was seen at its `call`: arguments, results, variables, gradients
     """
 
     named: GraphBinding

@@ -130,22 +130,16 @@ def compress_activations(
 class CompressedActivations:
     """Hooks on a model, and what they have observed.
 
-    Attributes
-    ----------
-    controller
-        Chooses the bits; `controller.rows()` has what is known of each tensor.
-    saved
-        Of the last forward pass.
-    rerun
-        Paths of modules, and calls of attention, that run again in the backward pass from their
+    controller : chooses the bits; `controller.rows()` has what is known of each tensor
+    saved : of the last forward pass
+    rerun : paths of modules, and calls of attention, that run again in the backward pass from their
         input, which is all that is kept of them: by what the first pass measured, that frees bytes
-        for fewer seconds than packing does.
-    offloaded
-        Keys of tensors that lie in the host's memory until the backward pass, where copies there
-        and back free a byte for fewer seconds than packing; none where the model works on the host.
-    by_images
-        Paths of layers that take some images of a batch at a time, and run again in the backward
-        pass: those whose gradients take more bytes than all that is held compressed.
+        for fewer seconds than packing does
+    offloaded : keys of tensors that lie in the host's memory until the backward pass, where copies
+        there and back free a byte for fewer seconds than packing; none where the model works on the
+        host
+    by_images : paths of layers that take some images of a batch at a time, and run again in the
+        backward pass: those whose gradients take more bytes than all that is held compressed
     """
 
     def __init__(

@@ -63,16 +63,10 @@ class Packed:
 def pack(values: torch.Tensor, bits: int, key: tuple[int, int], run: int = 0) -> Packed:
     """Round values at random to codes.
 
-    Parameters
-    ----------
-    values
-        [n] float32, float16 or bfloat16, contiguous.
-    bits
-        1, 2, 4 or 8.
-    key
-        Two words of 32 bits that stand for seed and tensor.
-    run
-        Elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n.
+    values : [n] float32, float16 or bfloat16, contiguous
+    bits : 1, 2, 4 or 8
+    key : two words of 32 bits that stand for seed and tensor
+    run : elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n
     """
     n, device = values.numel(), values.device
     parts = groups.Parts(n, bits, GROUP, run, _CHUNK)

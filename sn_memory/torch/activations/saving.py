@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter, thread_time
 from typing import Any, Literal
@@ -73,19 +73,6 @@ class Call:
     def arguments(self, *names: str) -> dict[str, Any]:
         """Its arguments by name; `names` are those of its first parameters, in order."""
         return dict(zip(names, self.args, strict=False)) | self.kwargs
-
-
-class Calls(TorchFunctionMode):
-    """Passes each call of an op to a function: the op, its arguments and its keywords."""
-
-    def __init__(self, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self._call = call
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        return self._call(func, args, kwargs or {})
 
 
 def now(device: torch.device) -> float:
@@ -274,8 +261,8 @@ class Input:
     packed: bool
 
 
-class Pass:
-    """What a forward pass saves while it is entered.
+class Pass(TorchFunctionMode):
+    """What a forward pass saves while it is entered: it sees each call of an op.
 
     left_alone : storages that exist anyway: of the model, and of its arguments
     watch : called with each call that saved something lossy, and its result
@@ -297,6 +284,7 @@ class Pass:
         *,
         first: bool = False,
     ) -> None:
+        super().__init__()
         self.attention, self.offloaded, self.first = attention or {}, offloaded, first
         self.device = torch.device("cpu")  # of what was saved last
         self.attended: dict[str, tuple[float, list[Input]]] = {}
@@ -315,17 +303,16 @@ class Pass:
         self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._memories: list[_Memory] = []
         self._elements = 0
-        self._contexts = ExitStack()
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._compress, _decompress)
 
     def __enter__(self) -> Pass:
-        self._contexts.enter_context(
-            torch.autograd.graph.saved_tensors_hooks(self._compress, _decompress)
-        )
-        self._contexts.enter_context(Calls(self._called))
+        self._hooks.__enter__()
+        super().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._contexts.close()
+        super().__exit__(None, None, None)
+        self._hooks.__exit__()
         self._storages.clear()
         # The pass is part of a cycle: what was packed would live until gc finds it.
         for memory in self._memories:
@@ -346,8 +333,10 @@ class Pass:
 
     # The op that runs.
 
-    def _called(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        name = getattr(func, "__name__", "")
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if decides(name, args, kwargs):
             self.decided.update(self.path)
         # Calls inside an op are part of it, and reading an attribute is no op.

@@ -16,10 +16,10 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -52,23 +52,30 @@ class Ready(Exception):  # noqa: N818 - no error: the step is compiled
     """Raised in place of the first run of a compiled step."""
 
 
+class Setting(NamedTuple):
+    """A setting of torch's memory budget: a share of what it saves by itself, and a solver."""
+
+    share: float
+    solver: str
+
+    def __str__(self) -> str:
+        return f"activation_memory_budget={self.share:g}, solver {self.solver}"
+
+
 @dataclass(frozen=True, repr=False)
 class CompiledPlan(MeasuredPlan):
     """A plan by measured steps: what torch would save by itself, and now recomputes, by a setting.
 
-    setting : of torch's memory budget, as share and solver; None where torch's own partition fits
+    setting : of torch's memory budget; None where torch's own partition fits
     """
 
-    setting: tuple[float, str] | None = None
+    setting: Setting | None = None
 
     def __repr__(self) -> str:
         text = super().__repr__()
         if not self.baseline_seconds:
             text = text.rpartition("\n")[0]  # no step was timed
-        if self.setting is None:
-            return f"{text}\ntorch's own partition"
-        share, solver = self.setting
-        return f"{text}\nactivation_memory_budget={share:g}, solver {solver}"
+        return f"{text}\n{self.setting}" if self.setting else f"{text}\ntorch's own partition"
 
 
 @dataclass(frozen=True)
@@ -76,11 +83,11 @@ class Settings:
     """What a compiled step is planned with.
 
     budget : the most bytes, or a share of the plain compiled step's peak
-    timed : whether steps are timed
+    timed : whether steps are timed. Else the one that saves most is taken, which recomputes least.
     recompute : whether anything may be computed again
     resident_bytes : what is no part of the step: the optimizer's state
     earlier_bytes : of gradients that exist when a step begins
-    known : settings of torch's budget that kept this one for other inputs, as share and solver
+    known : settings that kept the budget on other inputs: the first that does is taken, untimed
     key : all else that a plan depends on, as text; None: it is not stored for later processes
     """
 
@@ -89,7 +96,7 @@ class Settings:
     recompute: bool
     resident_bytes: int = 0
     earlier_bytes: int = 0
-    known: tuple[tuple[float, str], ...] = ()
+    known: tuple[Setting, ...] = ()
     key: str | None = None
 
 
@@ -160,7 +167,6 @@ class CompiledStep(Step):
 
     @property
     def setting(self) -> tuple[float, str] | None:
-        """Of torch's memory budget, as share and solver."""
         return self.plan.setting
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
@@ -215,20 +221,14 @@ class CompiledStep(Step):
         path = None if settings.key is None else _path(module, inputs, settings, resident)
         kept = _read(path)
         if kept is None:
-            request = search.Request(
-                settings.budget,
-                resident,
-                settings.timed,
-                settings.recompute,
-                tuple(partitioner.Setting(*setting) for setting in settings.known),
-            )
-            search_result = search.Search(module, inputs, request)
+            wanted = replace(settings, resident_bytes=resident)
+            search_result = search.Search(module, inputs, wanted)
             if search_result.plain is None:
                 return partitioner.compile_step(module, inputs, None, separately=False)
             kept = search_result.best()
             _write(path, kept)
         self.compiled_plan = kept
-        cut = kept.setting and partitioner.BudgetPartitioner(partitioner.Setting(*kept.setting))
+        cut = kept.setting and partitioner.BudgetPartitioner(kept.setting)
         return partitioner.compile_step(module, inputs, cut, separately=False)
 
 
@@ -345,7 +345,7 @@ def _read(path: Path | None) -> CompiledPlan | None:
         data = json.loads(path.read_text())
         choices = tuple(Choice(**choice) for choice in data.pop("choices"))
         share, solver = data.pop("setting") or (None, "")
-        setting = None if share is None else (float(share), str(solver))
+        setting = None if share is None else Setting(float(share), str(solver))
         return CompiledPlan(choices, setting=setting, **data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.info("the plan stored in %s cannot be read (%s); it is computed again", path, error)

@@ -24,6 +24,8 @@ from torch._functorch import config as functorch_config
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import CheckpointPolicy
 
+from .backend import Setting
+
 with warnings.catch_warnings():
     # torch's own modules import what torch has deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
@@ -35,21 +37,6 @@ Run = Callable[..., Any]
 
 # `ilp` needs SciPy, and is often the better one (benchmarks/compiled_peaks.py).
 SOLVERS = (*(("ilp",) if importlib.util.find_spec("scipy") else ()), "dp", "greedy")
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A setting of torch's memory budget: a share of what it saves by itself, and a solver."""
-
-    share: float
-    solver: str
-
-    def __post_init__(self) -> None:
-        if not 0 < self.share < 1:
-            raise ValueError(f"got a budget of {self.share}, expected one between 0 and 1.")
-
-    def __str__(self) -> str:
-        return f"activation_memory_budget={self.share:g}, solver {self.solver}"
 
 
 @dataclass(frozen=True)
@@ -132,6 +119,8 @@ def partitioned(
     """Return torch's partition, with a memory budget where a setting is given."""
     if setting is None:
         return min_cut_rematerialization_partition(joint, inputs, **fields)
+    if not 0 < setting.share < 1:
+        raise ValueError(f"got a budget of {setting.share}, expected one between 0 and 1.")
     mark_unrepeatable(joint)
     with functorch_config.patch(
         activation_memory_budget=setting.share,

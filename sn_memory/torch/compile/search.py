@@ -34,14 +34,13 @@ from ..model.step import Measured, restore_rng_state
 from ..model.tracker import AllocationTracker
 from ..target.accelerator import is_apart, synchronize
 from ..trace.op_seconds import clock_of
-from .backend import CompiledPlan, storage_bytes
+from .backend import CompiledPlan, Setting, Settings, storage_bytes
 from .partitioner import (
     SOLVERS,
     BudgetPartitioner,
     JointRecorder,
     Partition,
     Run,
-    Setting,
     compile_step,
 )
 
@@ -70,24 +69,6 @@ _MOST_S = 10.0
 
 
 @dataclass(frozen=True)
-class Request:
-    """What a search is for.
-
-    budget : the most bytes, or a share of the plain compiled step's peak
-    resident_bytes : of what is no input of the step
-    timed : whether steps are timed. Else the one that saves most is taken, which recomputes least.
-    recompute : whether anything may be computed again
-    known : settings that kept the budget on other inputs: the first that does is taken, untimed.
-    """
-
-    budget: float | str
-    resident_bytes: int
-    timed: bool
-    recompute: bool
-    known: tuple[Setting, ...]
-
-
-@dataclass(frozen=True)
 class Candidate:
     """A partition that was compiled and run; the setting is None for torch's own."""
 
@@ -106,11 +87,12 @@ class Search:
     """A search for one traced model.
 
     module, inputs : as torch.compile passes them to a back end
+    request : what is searched for; its resident bytes are all that are no input of the step
 
     plain : the step as torch compiles it by itself; None where there is nothing to differentiate
     """
 
-    def __init__(self, module: fx.GraphModule, inputs: list[Any], request: Request) -> None:
+    def __init__(self, module: fx.GraphModule, inputs: list[Any], request: Settings) -> None:
         self.module, self.inputs, self.request = module, inputs, request
         self.recorder = JointRecorder()
         report_progress("compile", 0, 1)
@@ -280,7 +262,6 @@ class Search:
             Choice(name, "keep" if name in saved else "recompute", size, 0.0)
             for name, size in self.plain.partition.saved().items()
         )
-        setting = chosen.setting
         return CompiledPlan(
             choices=choices,
             budget_bytes=allowed,
@@ -289,7 +270,7 @@ class Search:
             seconds=seconds[0],
             baseline_seconds=seconds[1],
             peak_op=chosen.step.peak_op,
-            setting=None if setting is None else (setting.share, setting.solver),
+            setting=chosen.setting,
         )
 
     def refusal(self, allowed: int) -> BudgetError:

@@ -237,8 +237,8 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     args, kwargs = arguments
     known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
     # Imported here: it needs hooks of torch 2.13, and torch.compile takes seconds to import.
-    from ..compile.backend import Ready, storage_bytes, until_ready
-    from ..compile.search import Request, Search
+    from ..compile.backend import Ready, Settings, storage_bytes, until_ready
+    from ..compile.search import Search
 
     peaks: list[int] = []
 
@@ -246,7 +246,7 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
         inputs = list(inputs)
         unused = storage_bytes(known) - storage_bytes(tensors(inputs))
         # Above any peak, so that nothing runs again but what the policy says.
-        request = Request(1 << 62, max(0, unused), False, False, ())
+        request = Settings(1 << 62, False, False, resident_bytes=max(0, unused))
         # The backward pass is traced outside of autocast, where users call it.
         with functorch_config.patch(backward_pass_autocast="off"):
             compiled_search = Search(module, inputs, request)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,18 +16,16 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from ...graph.records import Device
-from ...plan.policies import policy
-from ...run.unseen import smallest
 from ..eager.replay import overwritten
 from ..errors import TraceError, first_line
 from ..model.guards import OF_TORCH, recorded_reads
 from ..model.modes import Forwards
-from ..model.signature import Arguments, call_layout
+from ..model.signature import Arguments
 from ..model.snapshot import version_of
 from ..trace.record import Layouts
 from ..trace.trace import Trace
 from .choose import Timeline
-from .plans import priced, useful
+from .plans import inner_bytes
 from .region import (
     Alike,
     Arriving,
@@ -36,7 +33,6 @@ from .region import (
     Region,
     TracedCall,
     as_written,
-    given_bytes,
     structure,
     traced_call,
     wants_gradient,
@@ -45,25 +41,9 @@ from .region import (
 # After so many refused kinds of calls a module is not tried again: a kind is a form of its
 # arguments, and each attempt runs a part of the module under fake tensors.
 _REFUSALS = 8
-
-
-@dataclass
-class Survey:
-    """The regions that passes of a model have found.
-
-    regions : by path
-    refused : per path that is no region, why
-    calls : of the last pass, the kinds of the calls, in order
-    """
-
-    regions: dict[str, Region] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    calls: list[tuple[str, TracedCall]] = field(default_factory=list)
-
-    @property
-    def kept_bytes(self) -> int:
-        """What the calls of the last pass keep if nothing runs again."""
-        return sum(kind.plans[0].kept_bytes for _, kind in self.calls)
+# Groups of modules that keep less than this part of what all keep run as they are written: a node
+# of autograd costs some fifty microseconds.
+_WORTH = 1 / 512
 
 
 class Finder:
@@ -73,6 +53,10 @@ class Finder:
     layouts, arriving, shared : how kernels were seen to lay results out; per path, how gradients
         were seen to be laid out; structures of modules whose inputs others were seen to have.
     profile, device : as in `trace`
+
+    regions : those that were found, by path
+    refused : per path that is no region, why
+    calls : of the last pass, the kinds of the calls, in order
     """
 
     def __init__(
@@ -88,7 +72,9 @@ class Finder:
         self._model, self._layouts = model, layouts
         self._arriving, self._shared = arriving, shared
         self._profile, self._device = profile, device
-        self.survey = Survey()
+        self.regions: dict[str, Region] = {}
+        self.refused: dict[str, str] = {}
+        self.calls: list[tuple[str, TracedCall]] = []
         self._paths = {module: path for path, module in reversed([*model.named_modules()])}
         # By structure, and by layouts of gradients or the path of a module that shares nothing.
         self._alike: dict[tuple[Hashable, str | tuple[Any, ...]], Alike] = {}
@@ -99,9 +85,19 @@ class Finder:
         self._borders: list[tuple[str, torch.Tensor, int]] = []
         self._forwards = Forwards({})
 
-    def look(self, arguments: Arguments) -> Survey:
+    @property
+    def kept_bytes(self) -> int:
+        """What the calls of the last pass keep if nothing runs again."""
+        return sum(kind.plans[0].kept_bytes for _, kind in self.calls)
+
+    @property
+    def groups(self) -> list[Alike]:
+        """What regions share that are alike, each once."""
+        return [*{id(region.alike): region.alike for region in self.regions.values()}.values()]
+
+    def look(self, arguments: Arguments) -> None:
         """Run the model; regions that earlier passes found stay."""
-        self.survey.calls.clear()
+        self.calls.clear()
         self._borders.clear()
         args, kwargs = arguments
         modules = [module for module, path in self._paths.items() if path]
@@ -112,21 +108,20 @@ class Finder:
             if version_of(shadow) != version:
                 self._drop(path, "a tensor at its border is changed in place after its call")
         self._borders.clear()
-        often = Counter(path for path, _ in self.survey.calls)
-        for path, kind in [*self.survey.calls]:
+        often = Counter(path for path, _ in self.calls)
+        for path, kind in [*self.calls]:
             if often[path] > 1 and overwritten(kind.traced.captured):
                 self._drop(path, "it writes over a buffer that it reads, and is called again")
-        return self.survey
 
     def _drop(self, path: str, why: str) -> None:
-        if path in self.survey.regions:
-            del self.survey.regions[path]
-        self.survey.refused.setdefault(path, why)
-        self.survey.calls = [call for call in self.survey.calls if call[0] != path]
+        if path in self.regions:
+            del self.regions[path]
+        self.refused.setdefault(path, why)
+        self.calls = [call for call in self.calls if call[0] != path]
 
     def siblings(self) -> None:
         """Add regions for modules that no pass called, if modules that are alike have some."""
-        called = {*self.survey.regions, *self.survey.refused}
+        called = {*self.regions, *self.refused}
         inside = tuple(f"{path}." for path in called)
         # How their gradients will be laid out is not known: as with the first that is alike.
         first: dict[Hashable, tuple[Alike, Arriving]] = {}
@@ -136,7 +131,7 @@ class Finder:
         for module, path in self._paths.items():
             known = first.get(structure(module)) if path not in called else None
             if path and known is not None and not path.startswith(inside):
-                self.survey.regions[path] = Region(path, *known)
+                self.regions[path] = Region(path, *known)
 
     def _offering(self, module: torch.nn.Module) -> Callable[..., Any]:
         path, original = self._paths[module], module.forward
@@ -148,7 +143,7 @@ class Finder:
                 traced = self._kind(path, module, (args, kwargs))
             if traced is None:
                 return original(*args, **kwargs)
-            self.survey.calls.append((path, traced))
+            self.calls.append((path, traced))
             self._inside = True
             try:
                 # No backward pass follows, so what autograd saves is dropped.
@@ -170,9 +165,9 @@ class Finder:
                 self._borders.append((path, shadow, version_of(tensor)))
 
     def _kind(self, path: str, module: torch.nn.Module, arguments: Arguments) -> TracedCall | None:
-        if path in self.survey.refused:
+        if path in self.refused:
             return None
-        region = self.survey.regions.get(path)
+        region = self.regions.get(path)
         key = structure(module)
         if region is None:
             arriving = self._arriving.get(path, {})
@@ -185,7 +180,7 @@ class Finder:
         if signature in region.alike.kinds:
             known = region.alike.kinds[signature]
             if known is not None:
-                self.survey.regions[path] = region
+                self.regions[path] = region
             return known
         refusals = self._why.get(key, [])
         if len(refusals) >= _REFUSALS or (refusals and not next(module.children(), None)):
@@ -211,14 +206,9 @@ class Finder:
         if traced.captured.recording.constants or _own_tensors(module):
             # Constants of the trace, and tensors in attributes, belong to this module alone.
             region = Region(path, self._alike.setdefault((key, path), Alike()), region.arriving)
-        graph = traced.graph
-        plans = [
-            priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all"),
-            priced(graph, smallest(graph), ""),
-        ]
-        kind = TracedCall(traced, call_layout(arguments), useful(plans), given_bytes(arguments))
+        kind = TracedCall.of(traced, arguments)
         region.add(module, arguments, signature, kind)
-        self.survey.regions[path] = region
+        self.regions[path] = region
         return kind
 
     def _traced(self, module: torch.nn.Module, arguments: Arguments, **settings: Any) -> Trace:
@@ -238,8 +228,48 @@ class Finder:
 
     def _refuse(self, path: str, why: str) -> None:
         # A module that is a region for one call and refused for another is refused.
-        if path not in self.survey.regions:
-            self.survey.refused.setdefault(path, why)
+        if path not in self.regions:
+            self.refused.setdefault(path, why)
+
+    def leave_small(self, calls: Sequence[tuple[str, TracedCall]]) -> None:
+        """Drop regions whose calls keep next to nothing: they run as they are written."""
+        groups = self.groups
+        kept_bytes = {id(group): 0 for group in groups}
+        for path, kind in calls:
+            kept_bytes[id(self.regions[path].alike)] += inner_bytes(kind.traced.graph)
+        for group in groups:
+            if kept_bytes[id(group)] <= _WORTH * sum(kept_bytes.values()):
+                group.kinds = dict.fromkeys(group.kinds)
+        for path, region in [*self.regions.items()]:
+            if not region.alike.traced:
+                del self.regions[path]
+        if not self.regions:
+            raise TraceError("its regions keep next to nothing for the backward pass")
+
+    def breaks(self, saved: Callable[[str], int], model_reason: str) -> tuple[Break, ...]:
+        """Return the modules that are no regions and save something outside of these, by size.
+
+        saved : returns the bytes that a module saves for the backward pass, by its path
+        model_reason : why the model itself cannot be traced
+        """
+        why = ({"": model_reason} if model_reason else {}) | self.refused
+        by_reason: dict[str, Break] = {}
+        for path, text in why.items():
+            inside = [inner for inner in why if inner != path and _within(inner, path)]
+            # A refusal is repeated by all modules around: the break is in the innermost.
+            if any(why[inner] == text for inner in inside):
+                continue
+            direct = [inner for inner in (*self.regions, *inside) if _within(inner, path)]
+            outermost = [one for one in direct if not any(_within(one, other) for other in direct)]
+            kept_bytes = max(0, saved(path) - sum(map(saved, outermost)))
+            known = by_reason.get(text)
+            if known is None:
+                by_reason[text] = Break(path, text, kept_bytes)
+            else:
+                by_reason[text] = Break(known.module, text, known.kept_bytes + kept_bytes)
+        # A break that keeps nothing costs nothing; the model's own says why there are regions.
+        costly = [one for one in by_reason.values() if one.kept_bytes or not one.module]
+        return tuple(sorted(costly, key=lambda one: -one.kept_bytes))
 
 
 def _own_tensors(module: torch.nn.Module) -> bool:
@@ -255,32 +285,6 @@ def _own_tensors(module: torch.nn.Module) -> bool:
 
 def _no_backward(_: Any) -> Any:
     raise TraceError("the forward pass differentiates itself through a region")
-
-
-def breaks(survey: Survey, saved: Callable[[str], int], model_reason: str) -> tuple[Break, ...]:
-    """Return the modules that are no regions and save something outside of these, largest first.
-
-    saved : returns the bytes that a module saves for the backward pass, by its path
-    model_reason : why the model itself cannot be traced
-    """
-    why = ({"": model_reason} if model_reason else {}) | survey.refused
-    by_reason: dict[str, Break] = {}
-    for path, text in why.items():
-        inside = [inner for inner in why if inner != path and _within(inner, path)]
-        # A refusal is repeated by all modules around: the break is in the innermost.
-        if any(why[inner] == text for inner in inside):
-            continue
-        direct = [inner for inner in (*survey.regions, *inside) if _within(inner, path)]
-        outermost = [one for one in direct if not any(_within(one, other) for other in direct)]
-        kept_bytes = max(0, saved(path) - sum(map(saved, outermost)))
-        known = by_reason.get(text)
-        if known is None:
-            by_reason[text] = Break(path, text, kept_bytes)
-        else:
-            by_reason[text] = Break(known.module, text, known.kept_bytes + kept_bytes)
-    # A break that keeps nothing costs nothing; the model's own says why there are regions at all.
-    costly = [one for one in by_reason.values() if one.kept_bytes or not one.module]
-    return tuple(sorted(costly, key=lambda one: -one.kept_bytes))
 
 
 def _within(path: str, other: str) -> bool:

@@ -22,7 +22,15 @@ from ..eager.replay import Replay
 from ..errors import TraceError
 from ..model.guards import GuardCache, Lookup
 from ..model.modes import inside_checkpoint, outside_saved_tensors_hooks, transformed
-from ..model.signature import Arguments, CallLayout, InputSignature, changeable, detached, tensors
+from ..model.signature import (
+    Arguments,
+    CallLayout,
+    InputSignature,
+    call_layout,
+    changeable,
+    detached,
+    tensors,
+)
 from ..trace.record import Layouts, View
 from ..trace.trace import Given, Trace, trace
 from .plans import RegionPlan, as_part, priced, useful
@@ -49,6 +57,15 @@ class TracedCall:
     plans: list[RegionPlan]
     given_bytes: int
     _replays: dict[int, Replay] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, traced: Trace, arguments: Arguments, others: Sequence[TracedCall] = ()
+    ) -> TracedCall:
+        """Return a call with plans that take no search; others : calls of the same modules."""
+        size = given_bytes(arguments)
+        plans = plans_at_once(traced.graph, others, size)
+        return cls(traced, call_layout(arguments), plans, size)
 
     def replay(self, plan: int) -> Replay:
         """Return what runs one of its plans."""

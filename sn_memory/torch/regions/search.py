@@ -33,8 +33,8 @@ from ..trace.op_seconds import scratch_of_steps
 from ..trace.record import Layouts
 from .choose import Choices, Timeline
 from .course import Chosen
-from .find import Finder, StepObserver, Survey, breaks
-from .plans import RegionPlan, frontier, inner_bytes
+from .find import Finder, StepObserver
+from .plans import RegionPlan, frontier
 from .region import Arriving, TracedCall, plans_at_once, structure, traced_call
 from .step import RegionsBudgetError, RegionsPlan, RegionStep
 
@@ -46,9 +46,6 @@ _ALIKE = 5
 # How often at most regions are traced anew with layouts that were observed, and choices made anew
 # with peaks that were measured.
 _ROUNDS = 8
-# Groups of modules that keep less than this part of what all keep run as they are written: a node
-# of autograd costs some fifty microseconds.
-_WORTH = 1 / 512
 # Searches for a region's plans (`plans.frontier`), and the most seconds of one: a layer of a
 # transformer, 90 ops, is searched to the end in half a second.
 _SEARCHES = 10
@@ -110,9 +107,9 @@ class _Search:
 
     def step(self) -> RegionStep:
         # The regions, and the plans that their calls may follow.
-        survey, calls = self._surveyed()
-        self._plan_kinds(survey, calls)
-        step = self._step_of(survey, None)
+        finder, calls = self._surveyed()
+        self._plan_kinds(finder, calls)
+        step = self._step_of(finder, None)
         # The step without a plan is measured if it fits; else its peak is simulated, below.
         baseline = self._baseline()
         self.seconds = baseline.seconds if baseline else 0.0
@@ -130,7 +127,7 @@ class _Search:
         base = RegionsPlan(
             (), budget, 0, baseline.peak_bytes, 0.0, self.seconds, "",
             courses=sum(map(len, self.courses)),
-            breaks=breaks(survey, self._saved, self.options.why),
+            breaks=finder.breaks(self._saved, self.options.why),
         )  # fmt: skip
         chosen = _Choosing(self, step, observer.calls, timeline, base).measured(budget)
         # From here on its steps are the user's, and may warn.
@@ -153,8 +150,8 @@ class _Search:
         does = self.probe.behaviour.get(self.model.get_submodule(path), Behaviour())
         return does.saved_bytes + does.saved_input_bytes
 
-    def _surveyed(self) -> tuple[Survey, Sequence[tuple[str, TracedCall, int]]]:
-        """Return the regions, and the calls of a step; order the courses.
+    def _surveyed(self) -> tuple[Finder, Sequence[tuple[str, TracedCall, int]]]:
+        """Return who found the regions, and the calls of a step; order the courses.
 
         They are traced anew until results lie, and gradients come, as was traced.
         """
@@ -172,26 +169,26 @@ class _Search:
                 device=self.options.device,
             )
             with self._restored(self.arguments):
-                survey = finder.look(self.arguments)
-            if not survey.regions:
+                finder.look(self.arguments)
+            if not finder.regions:
                 raise TraceError(
                     "no part of the model can be traced whole: "
-                    f"{next(iter(survey.refused.values()), 'it has no modules inside')}"
+                    f"{next(iter(finder.refused.values()), 'it has no modules inside')}"
                 )
             # Before the step is observed: modules that run as written pass gradients on as written.
-            _leave_small(survey, survey.calls)
+            finder.leave_small(finder.calls)
             new_layouts: Layouts = {}
             run = Run(self.arguments, None)
-            observer, _ = self._observed(self._step_of(survey, new_layouts), run, counted=False)
+            observer, _ = self._observed(self._step_of(finder, new_layouts), run, counted=False)
             known_before = len(layouts), len(sharing)
             layouts |= new_layouts
-            regions = survey.regions.items()
+            regions = finder.regions.items()
             now_arriving = {path: region.arriving for path, region in regions if region.arriving}
             sharing |= {structure(self.model.get_submodule(path)) for path in observer.shared}
             if now_arriving == arriving and known_before == (len(layouts), len(sharing)):
                 break
             arriving = now_arriving
-        for path, region in survey.regions.items():
+        for path, region in finder.regions.items():
             region.alike.shares_inputs = structure(self.model.get_submodule(path)) in sharing
         if self.probe.by_chance:
             self.courses = [
@@ -202,9 +199,9 @@ class _Search:
         else:
             for first, *_ in self.courses[1:]:
                 self._courses(finder, first.arguments, [None])
-        step = self._step_of(survey, {})
+        step = self._step_of(finder, {})
         observed = [self._observed(step, runs[0], counted=False)[0] for runs in self.courses]
-        return survey, [call for observer in observed for call in observer.calls]
+        return finder, [call for observer in observed for call in observer.calls]
 
     def _courses(
         self, finder: Finder, arguments: Arguments, seeds: Sequence[int | None]
@@ -214,7 +211,8 @@ class _Search:
         for course in seeds:
             with self._restored(arguments):
                 seed(self.model, course)
-                kept_bytes[course] = finder.look(arguments).kept_bytes
+                finder.look(arguments)
+                kept_bytes[course] = finder.kept_bytes
             if len(kept_bytes) == _ALIKE and len({*kept_bytes.values()}) == 1:
                 break
         order = sorted(kept_bytes, key=kept_bytes.__getitem__, reverse=True)
@@ -227,10 +225,10 @@ class _Search:
             self.model, arguments, inputs_too=probe.changes_inputs, written=probe.written
         )
 
-    def _step_of(self, survey: Survey, layouts: Layouts | None) -> RegionStep:
+    def _step_of(self, finder: Finder, layouts: Layouts | None) -> RegionStep:
         step = RegionStep(
             self.model,
-            dict(survey.regions),
+            dict(finder.regions),
             self.probe.reads,
             self.probe.sets,
             self.options.resident_bytes,
@@ -288,11 +286,10 @@ class _Search:
         peak = measured.peak_bytes + self.options.resident_bytes
         return replace(measured, results={}, peak_bytes=peak)
 
-    def _plan_kinds(self, survey: Survey, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
+    def _plan_kinds(self, finder: Finder, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
         """Search plans for what was traced; modules that keep too little run as written."""
-        _leave_small(survey, [(path, kind) for path, kind, _ in calls])
-        shared = {id(region.alike): region.alike for region in survey.regions.values()}
-        groups = [alike.traced for alike in shared.values()]
+        finder.leave_small([(path, kind) for path, kind, _ in calls])
+        groups = [alike.traced for alike in finder.groups]
         limit_s = self.options.time_limit_s / len(groups) / _SEARCHES
 
         def searched(graph: Graph, budget_bytes: int) -> Plan:
@@ -313,22 +310,6 @@ class _Search:
                     plans = known[key] = known.get(key) or frontier(graph, searched)
                 kind.replan(plans)
                 planned.append(kind)
-
-
-def _leave_small(survey: Survey, calls: Sequence[tuple[str, TracedCall]]) -> None:
-    """Drop regions whose calls keep next to nothing: they run as they are written."""
-    shared = {id(region.alike): region.alike for region in survey.regions.values()}
-    kept_bytes = dict.fromkeys(shared, 0)
-    for path, kind in calls:
-        kept_bytes[id(survey.regions[path].alike)] += inner_bytes(kind.traced.graph)
-    for key, group in shared.items():
-        if kept_bytes[key] <= _WORTH * sum(kept_bytes.values()):
-            group.kinds = dict.fromkeys(group.kinds)
-    for path, region in [*survey.regions.items()]:
-        if not region.alike.traced:
-            del survey.regions[path]
-    if not survey.regions:
-        raise TraceError("its regions keep next to nothing for the backward pass")
 
 
 def _refusal(model: torch.nn.Module, arguments: Arguments) -> str:

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -25,21 +26,20 @@ from ...run.unseen import TimeToPlan
 from ..errors import ReplayError
 from ..model.guards import Reads
 from ..model.modes import Forwards, other_layout, warn
-from ..model.signature import Arguments, InputSignature, Name, as_sampled, call_layout
+from ..model.signature import Arguments, InputSignature, Name, as_sampled
 from ..modules.rerun import run_again
 from ..step import Call, MeasuredStep
 from ..trace.op_seconds import while_training
 from ..trace.record import View
 from .course import Chosen, Course
+from .find import StepObserver
 from .region import (
     Break,
     Region,
     TracedCall,
     as_written,
-    given_bytes,
     order_of,
     outputs_of,
-    plans_at_once,
     traced_call,
     wants_gradient,
 )
@@ -123,14 +123,6 @@ class RegionsPlan(MeasuredPlan):
         return "\n".join((*lines, *self.notes))
 
 
-class Observer(Protocol):
-    """What is called at each call of a region while a step is measured; see StepObserver."""
-
-    def begins(self, path: str, kind: TracedCall, plan: int) -> int: ...
-    def ended(self, call: int, outputs: Sequence[torch.Tensor], sections: int) -> None: ...
-    def returned(self, outputs: Sequence[torch.Tensor]) -> None: ...
-
-
 class RegionStep(MeasuredStep):
     """A model in which regions run planned.
 
@@ -160,7 +152,7 @@ class RegionStep(MeasuredStep):
         self._forward = type(model).forward
         # The plans of the calls; without, all take their leanest.
         self.chosen: Chosen | None = None
-        self.observer: Observer | None = None
+        self.observer: StepObserver | None = None
         self.time = TimeToPlan()
         # "measured" suppresses warnings while steps are measured.
         self.warned = {"measured"}
@@ -218,38 +210,23 @@ class RegionStep(MeasuredStep):
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Another thread that calls the module has a pass of its own.
-            if threading.get_ident() != thread or as_written():
-                return original(*args, **kwargs)
-            traced = self._kind(region, module, (args, kwargs), forwards)
-            if not isinstance(traced, tuple):
-                if course is not None:
-                    course.leaner |= traced is not None
-                return (original if traced is None else traced)(*args, **kwargs)
-            kind, call = traced
-            plan = kind.leanest if course is None else course.plan(region.path, kind)
-            args, kwargs = as_sampled(module, kind.call, (args, kwargs))
-            replay = kind.replay(plan)
-            # Filled with results that a kernel lays out otherwise, which are copied in this pass.
-            replay.layouts = {} if self.layouts is None else self.layouts
-            if self.observer is None:
-                return replay.run(module, args, kwargs, call)
-            number = self.observer.begins(region.path, kind, plan)
-            returned = replay.run(module, args, kwargs, call)
-            self.observer.ended(number, outputs_of(returned), len(replay.program.backward))
-            return returned
+            own = threading.get_ident() == thread and not as_written()
+            replacement = None
+            if own and wants_gradient(module, (args, kwargs)):
+                replacement = self._replacement(region, module, (args, kwargs), course, forwards)
+            return (replacement or original)(*args, **kwargs)
 
         return forward
 
-    def _kind(
+    def _replacement(
         self,
         region: Region,
         module: torch.nn.Module,
         arguments: Arguments,
+        course: Course | None,
         forwards: Callable[[], Forwards],
-    ) -> tuple[TracedCall, Call] | Callable[..., Any] | None:
-        """Return what was traced for a call; else a forward for it; None if it runs as written."""
-        if not wants_gradient(module, arguments):
-            return None
+    ) -> Callable[..., Any] | None:
+        """Return the forward that a call takes in this pass; None: its own, as written."""
         signature, parameters, buffers = region.lookup(module, arguments)
         if signature is None:
             return None
@@ -258,11 +235,37 @@ class RegionStep(MeasuredStep):
             with forwards().away():
                 self._meet(region, module, arguments, signature)
                 if signature not in kinds:
+                    if course is not None:
+                        course.leaner = True
                     return run_again(region.path, module)
         kind = kinds[signature]
         if kind is None:
             return None
-        return kind, Call(parameters, buffers, lambda _: _FirstOnly(region, kind, self.warned))
+        plan = kind.leanest if course is None else course.plan(region.path, kind)
+        call = Call(parameters, buffers, lambda _: _FirstOnly(region, kind, self.warned))
+        return partial(self._replay, region.path, module, kind, plan, call)
+
+    def _replay(
+        self,
+        path: str,
+        module: torch.nn.Module,
+        kind: TracedCall,
+        plan: int,
+        call: Call,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a call by one of its plans."""
+        args, kwargs = as_sampled(module, kind.call, (args, kwargs))
+        replay = kind.replay(plan)
+        # Filled with results that a kernel lays out otherwise, which are copied in this pass.
+        replay.layouts = {} if self.layouts is None else self.layouts
+        if self.observer is None:
+            return replay.run(module, args, kwargs, call)
+        number = self.observer.begins(path, kind, plan)
+        returned = replay.run(module, args, kwargs, call)
+        self.observer.ended(number, outputs_of(returned), len(replay.program.backward))
+        return returned
 
     def _meet(
         self,
@@ -289,11 +292,7 @@ class RegionStep(MeasuredStep):
                     arriving=region.arriving,
                     shares_inputs=region.alike.shares_inputs,
                 )
-            size = given_bytes(arguments)
-            kind = TracedCall(
-                traced, call_layout(arguments), plans_at_once(traced.graph, others, size), size
-            )
-            region.add(module, arguments, signature, kind)
+            region.add(module, arguments, signature, TracedCall.of(traced, arguments, others))
         # Whatever it is, the module runs again as a whole in such calls.
         except Exception:  # noqa: BLE001
             region.alike.refused.add(signature)
