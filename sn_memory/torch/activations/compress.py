@@ -1,7 +1,6 @@
 """compress_activations: what autograd saves for the backward pass, in far fewer bytes.
 
-Between steps a controller chooses bits; in each forward pass all that is saved is compressed
-(saving.py), and in some of them watched.
+A controller chooses bits between steps; each forward pass packs all that is saved (saving.py).
 """
 
 from __future__ import annotations
@@ -69,8 +68,7 @@ def compress_activations(
     optimizer
         Where momentum is read; SGD's momentum_buffer, or exp_avg and exp_avg_sq.
     form
-        "fixed" rounds at random; "paper" to nearest within a tolerance,
-        entropy-coded (needs `error`).
+        "fixed" rounds at random; "paper" to nearest in a tolerance, entropy-coded (needs `error`).
     seed, threads
         Of the codec.
     settings
@@ -155,8 +153,7 @@ class CompressedActivations:
         self.compressor = Compressor(controller, form, seed, threads)
         self.saved = Saved(0, 0, 0)
         self.active = True
-        self.current: Pass | None = None
-        """The pass that saves just now."""
+        self.current: Pass | None = None  # that saves just now
         self._step = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._warned = self._nothing_watched = False
