@@ -185,7 +185,8 @@ def _bare_fft(
         codec = FFTCompression.using(theta=theta, **settings).settings.codec(threads=1)
         shares = shares_of(codec, sizes, ranks)
         if shares is not None:
-            return sum(map(shares.received, range(ranks))) / ranks
+            # Of an average rank: others' parts of what it owns, and the means that others own.
+            return (ranks - 1) / ranks * sum((*shares.parts_bytes, *shares.means_bytes))
         return (ranks - 1) * sum(map(codec.payload_bytes, sizes))
 
     def received(keep: float) -> float:

@@ -202,6 +202,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     else:
         travel = Travel(hvd)
         way = method(name, ranks=hvd.size(), rank=hvd.rank())
+    last = last_counted(optimizer) if name in OURS else {}
     batch, steps = run["batch"], run["steps"]
     order = torch.randperm(len(images), generator=torch.Generator().manual_seed(run["seed"]))
     order = order.repeat(1 + steps * batch * hvd.size() // len(order))
@@ -238,7 +239,7 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
             looked = hvd.allreduce_async(torch.zeros(1), name="looked")
             result_of(hvd, looked, limit_s=WAIT_S, what="a look at the accuracy")
     timed = steps - WARM
-    sent = sent_of(optimizer, name) if horovod else travel.sent[-len(travel.sent) // steps :]
+    sent = sent_of(optimizer, name, last) if horovod else travel.sent[-len(travel.sent) // steps :]
     return {
         "step_s": (clock - warm_s) / timed,
         "bytes_per_step": counted / timed,
@@ -251,17 +252,32 @@ def train(run: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def sent_of(optimizer: Any, name: str) -> list[tuple[str, int]]:
+def last_counted(optimizer: Any) -> dict[str, tuple[int, bool]]:
+    """Of each tensor, from now on, bytes in its last step and whether it was compressed.
+
+    The report has means over all steps, the dense ones too.
+    """
+    last: dict[str, tuple[int, bool]] = {}
+    traffic = memory_of(optimizer).engine.traffic
+    count = traffic._count
+
+    def noted(tensor: str | None, elements: int, nbytes: int, **how: Any) -> None:
+        last[tensor or ""] = nbytes, how["compressed"]
+        count(tensor, elements, nbytes, **how)
+
+    traffic._count = noted  # type: ignore[method-assign]
+    return last
+
+
+def sent_of(optimizer: Any, name: str, last: dict[str, tuple[int, bool]]) -> list[tuple[str, int]]:
     """Collective and bytes of what an optimizer of Horovod sends in a step."""
     if name not in OURS:
         width = 2 if name == "fp16" else 4
         return [("allreduce", width * p.numel()) for p in optimizer._requires_update]
-    # By tensor, as of the last step: the report's mean has the dense steps in it.
-    counted = memory_of(optimizer).engine.traffic._bytes.values()
     gathers = optimizer._compression.settings.exchange == "gather"
     return [
         ("allgather" if gathers and compressed else "allreduce", nbytes)
-        for _, _, nbytes, compressed in counted
+        for nbytes, compressed in last.values()
     ]
 
 
