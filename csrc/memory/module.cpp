@@ -8,6 +8,7 @@
 #include <memory>
 #include <new>
 
+#include "../compress/bindings.h"
 #include "buffers.h"
 #include "bindings.h"
 #include "pool_greedy.h"
@@ -19,6 +20,7 @@ constexpr const char* kProblem = "sn_memory._core.problem";
 constexpr const char* kSearch = "sn_memory._core.search";
 
 using sn::Integers;
+using sn::unlocked;
 using ProblemPointer = std::shared_ptr<const sn::Indexed>;
 
 // A search works without the interpreter lock, so two threads could come in at once.
@@ -70,21 +72,6 @@ Desk* idle_desk(PyObject* capsule) {
   if (!desk || !desk->busy) return desk;
   PyErr_SetString(PyExc_RuntimeError, "another thread runs this search; start one of your own");
   return nullptr;
-}
-
-// Runs what needs no interpreter without its lock; false with MemoryError set if memory is short.
-template <typename Work>
-bool unlocked(Work work) {
-  bool out_of_memory = false;
-  Py_BEGIN_ALLOW_THREADS
-  try {
-    work();
-  } catch (const std::bad_alloc&) {
-    out_of_memory = true;
-  }
-  Py_END_ALLOW_THREADS
-  if (out_of_memory) PyErr_NoMemory();
-  return !out_of_memory;
 }
 
 PyObject* first_fit(PyObject*, PyObject* args) {
