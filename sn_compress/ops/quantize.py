@@ -13,9 +13,9 @@ Sparsification", arXiv 1811.08596; formulas reconstructed, `docs/decisions/0003`
 
 All of it is integer arithmetic on the bits of a float, so every back end gives the same codes.
 
-**Coders** of the values that a record keeps (`encode_values`, `decode_values`): each takes values
-[nb, m] float32 and the bits of each block's peak and gives heads [nb, h] uint16 (upper halves of
-float32 scales), codes [nb, m] uint16 and how many values saturated.
+**Coders** of the values that a record keeps (`encode_values`, `decode_values` of
+record_arrays.py): each takes values [nb, m] float32 and the bits of each block's peak and gives
+heads [nb, h] (upper halves of float32 scales), codes [nb, m] and how many values saturated.
 
 "range"  these range-based floats; zero is a code
 "fp16"   half precision, scaled per block by a power of two so that its peak fits
@@ -52,7 +52,16 @@ import numpy as np
 import numpy.typing as npt
 
 from .. import _native
-from ..arrays import Array, Constant, clipped, largest_of_rows, namespace
+from ..arrays import (
+    Array,
+    Constant,
+    bits_of,
+    clipped,
+    floats_of,
+    largest_of_rows,
+    namespace,
+    shifted_right,
+)
 from ..errors import CompressError, SaturationWarning
 from .bits import low_bits, upper_bits
 
@@ -117,55 +126,21 @@ class Layout:
         return k * low_bits(k, f) + upper_bits(k, f)
 
 
-Keys = npt.NDArray[np.int32]
-Positions = npt.NDArray[np.uint32]
+Floats = npt.NDArray[np.float32]
+Words = npt.NDArray[np.uint32]
 
 MAX_FINITE = 0x7F7FFFFF
+FIXED_BITS = 22  # of a magnitude in fixed point, below 2**24: sums of 2**39 of them fit int64
+_SIGN = 2**31 - 1  # all bits of a float32 but its sign
+_ZERO = Constant(np.zeros((), np.int64))
 
 
-def peak_bits(coefficients: npt.NDArray[np.float32]) -> npt.NDArray[np.uint32]:
-    """Bits of the largest |component| of each row, [nb, m] float32 -> [nb] uint32.
+def peak_bits(coefficients: Array) -> Array:
+    """Bits of the largest |component| of each row, [nb, m] float32 -> [nb] int32.
 
     Above MAX_FINITE if the row has a NaN or an Inf: float bits without sign order like integers.
     """
-    bits = coefficients.view(np.uint32) & np.uint32(0x7FFFFFFF)
-    return np.asarray(bits.max(axis=1), np.uint32)
-
-
-def magnitude_keys(
-    coefficients: npt.NDArray[np.float32], peaks: npt.NDArray[np.uint32], parts: int
-) -> Keys:
-    """Integers that order like the magnitudes of the bins, [nb, bins * parts] -> [nb, bins] int32.
-
-    For real bins (parts = 1) the bits of |c|, for complex ones those of the scaled |c|**2. Rows
-    with non-finite components get meaningless keys; the caller marks them by `peaks`.
-    """
-    if parts == 1:
-        return (coefficients.view(np.uint32) & np.uint32(0x7FFFFFFF)).view(np.int32)
-    # At most 253: the power of two of a larger exponent would be a denormal, which some devices
-    # take for zero.
-    exponent = np.minimum(peaks >> 23, 253)
-    scale = ((254 - exponent) << 23).astype(np.uint32).view(np.float32)  # [nb] powers of two
-    with np.errstate(all="ignore"):
-        scaled = coefficients * scale[:, None]
-        squares = scaled * scaled
-        return np.asarray(squares[:, 0::2] + squares[:, 1::2]).view(np.int32)
-
-
-def largest_keys(keys: Keys, k: int) -> Positions:
-    """Positions of the k largest keys of each row, ascending, [nb, k] uint32."""
-    # A stable sort of the negated keys: of equal ones the lower position comes first.
-    order = np.argsort(-keys.astype(np.int64), axis=1, kind="stable")[:, :k]
-    return np.sort(order, axis=1).astype(np.uint32)
-
-
-Codes = npt.NDArray[np.uint16]
-Floats = npt.NDArray[np.float32]
-Heads = npt.NDArray[np.uint16]
-Ints = npt.NDArray[np.int64]
-Words = npt.NDArray[np.uint32]
-
-FIXED_BITS = 22
+    return namespace(coefficients).max(bits_of(coefficients) & _SIGN, axis=1)
 
 
 def check_format(bits: int, mantissa: int) -> None:
@@ -195,57 +170,63 @@ def through_half(
     return out
 
 
-def rungs(magnitude_bits: npt.ArrayLike, mantissa: int) -> Ints:
-    """Index of the nearest rung of each float given by its bits without sign."""
-    return (np.asarray(magnitude_bits, np.int64) + (1 << (22 - mantissa))) >> (23 - mantissa)
+def rungs(magnitudes: Array, mantissa: int) -> Array:
+    """Index of the nearest rung of each float given by its bits without sign, int64."""
+    return shifted_right(magnitudes + 2 ** (22 - mantissa), 23 - mantissa)
 
 
-def window_top(peaks: npt.ArrayLike, mantissa: int) -> npt.NDArray[np.uint16]:
-    """The upper 16 bits of a float at or above the rung of `peaks`: what travels as the range.
+def window_top(peaks: Array, mantissa: int) -> Array:
+    """The upper 16 bits, int64, of a float at or above the rung of `peaks`: the range's end.
 
     Exact for mantissa <= 7; for finer ladders rounded up by less than 2**-7.
     """
-    rung_bits = rungs(peaks, mantissa) << (23 - mantissa)
-    return np.asarray(np.minimum((rung_bits + 0xFFFF) >> 16, MAX_FINITE >> 16), np.uint16)
+    xp = namespace(peaks)
+    ends = rungs(xp.astype(peaks, xp.int64), mantissa) * 2 ** (23 - mantissa)
+    return clipped(shifted_right(ends + 0xFFFF, 16), 0, MAX_FINITE >> 16)
 
 
-def window_base(tops: npt.NDArray[np.uint16], bits: int, mantissa: int) -> Ints:
-    """The lowest positive rung of the window that ends at `tops`, at least 1."""
-    end = tops.astype(np.int64) << 16 >> (23 - mantissa)
-    return np.asarray(np.maximum(end - (1 << (bits - 1)) + 1, 1), np.int64)
+def window_base(tops: Array, bits: int, mantissa: int) -> Array:
+    """The lowest positive rung of the window that ends at `tops`, int64, at least 1."""
+    ends = shifted_right(tops * 2**16, 23 - mantissa)
+    return clipped(ends - 2 ** (bits - 1) + 1, 1, 2**31)
 
 
-def encode_window(
-    values: npt.NDArray[np.float32], base: Ints, bits: int, mantissa: int
-) -> tuple[Codes, int]:
-    """Codes of finite values in the window that starts at rung `base`, and how many saturated.
+def encode_window(values: Array, base: Array, bits: int, mantissa: int) -> tuple[Array, Array]:
+    """Codes, int64, of finite values in the window from rung `base` on, and which saturate, bool.
 
     Below the window the nearer of zero and its lowest rung is taken; above, its top.
     """
-    raw = np.ascontiguousarray(values).view(np.uint32).astype(np.int64)
-    negative = raw >> 31
-    magnitude = raw & 0x7FFFFFFF
-    positive_codes = 1 << (bits - 1)
-    top = base + positive_codes - 1
+    xp, step = namespace(values), 23 - mantissa
+    words = xp.astype(bits_of(values), xp.int64)
+    negative = xp.astype(words < 0, xp.int64)
+    magnitude = words & _SIGN
+    half = 2 ** (bits - 1)
+    end = base + half - 1
     rung = rungs(magnitude, mantissa)
-    saturated = int(np.count_nonzero(rung > top))
-    rung = np.minimum(rung, top)
+    is_over = rung > end
+    rung = xp.minimum(rung, end)
     lowest = base + negative  # the negative side has one code fewer
-    low_bits = lowest << (23 - mantissa)
-    halfway = np.where(low_bits >= 2 << 23, low_bits - (1 << 23), low_bits >> 1)
-    rung = np.where((rung < lowest) & (magnitude > halfway), lowest, rung)
-    code = np.where(negative, positive_codes + rung - base, rung - base + 1)
-    return np.where(rung < lowest, 0, code).astype(np.uint16), saturated
+    low = lowest * 2**step
+    halfway = xp.where(low >= 2 * 2**23, low - 2**23, shifted_right(low, 1))
+    rung = xp.where((rung < lowest) & (magnitude > halfway), lowest, rung)
+    code = rung - base + 1 + negative * (half - 1)
+    return xp.where(rung < lowest, _ZERO.on(code), code), is_over
 
 
-def decode_window(codes: Codes, base: Ints, bits: int, mantissa: int) -> npt.NDArray[np.float32]:
-    """Values of the codes in the window that starts at rung `base`."""
-    code = codes.astype(np.int64)
-    positive_codes = 1 << (bits - 1)
-    negative = code > positive_codes
-    rung = np.where(negative, code - positive_codes, code - 1) + base
-    raw = np.where(code == 0, 0, rung << (23 - mantissa)).astype(np.uint32)
-    return (raw | (negative.astype(np.uint32) << 31)).view(np.float32)
+def decode_window(codes: Array, base: Array, bits: int, mantissa: int) -> Array:
+    """Values, float32, of codes, int64, in the window that starts at rung `base`."""
+    xp, half = namespace(codes), 2 ** (bits - 1)
+    negative = xp.astype(codes > half, xp.int64)
+    rung = codes - 1 + base - negative * (half - 1)
+    magnitude = xp.where(codes == 0, _ZERO.on(codes), rung * 2 ** (23 - mantissa))
+    return signed(magnitude, negative)
+
+
+def signed(magnitudes: Array, negative: Array) -> Array:
+    """The float32 of these bits and signs, int64."""
+    # A damaged head may ask for more than 31 bits.
+    bits = (magnitudes & _SIGN) - negative * 2**31
+    return floats_of(namespace(bits).astype(bits, namespace(bits).int32))
 
 
 class RangeFloat:
@@ -269,7 +250,7 @@ class RangeFloat:
     def __init__(self, *, bits: int = 8, mantissa: int = 3, high: float = 1.0) -> None:
         check_format(bits, mantissa)
         with np.errstate(over="ignore"):
-            peak = int(np.float32(high).view(np.uint32))
+            peak = np.asarray(high, np.float32).view(np.int32).astype(np.int64)
         top = int(rungs(peak, mantissa))
         limit = (MAX_FINITE >> (23 - mantissa)) + 1
         if not (float(high) > 0 and (1 << (bits - 1)) <= top < limit):
@@ -298,15 +279,15 @@ class RangeFloat:
                 f"{np.count_nonzero(~np.isfinite(array))} of {array.size} values are NaN, Inf or "
                 "beyond float32; a range float holds finite values. Mask them before encoding."
             )
-        codes, saturated = encode_window(array, self._base, self.bits, self.mantissa)
-        if saturated:
+        codes, is_over = encode_window(array, self._base, self.bits, self.mantissa)
+        if saturated := int(np.count_nonzero(is_over)):
             warnings.warn(
                 f"{saturated} of {array.size} values lie beyond +-{self.high:g} and were clipped; "
                 "choose a larger `high`.",
                 SaturationWarning,
                 stacklevel=2,
             )
-        return codes.astype(np.uint8 if self.bits <= 8 else np.uint16).reshape(array.shape)
+        return np.asarray(codes, np.uint8 if self.bits <= 8 else np.uint16)
 
     def decode(self, codes: npt.ArrayLike) -> npt.NDArray[np.float32]:
         """Values of `codes` (integers below 2**bits), float32 of the same shape."""
@@ -318,79 +299,8 @@ class RangeFloat:
                 f"codes of dtype {array.dtype} with values outside 0..{(1 << self.bits) - 1}; "
                 f"expected integers of {self.bits} bits, as encode() returns them."
             )
-        return decode_window(array.astype(np.uint16), self._base, self.bits, self.mantissa)
-
-
-def encode_values(
-    values: Floats, peaks: npt.NDArray[np.uint32], layout: Layout, top: int | None
-) -> tuple[Heads, Codes, int]:
-    """Heads, codes and the number of saturated values; `top` replaces each block's own range."""
-    if layout.values == "fp16":
-        heads = np.asarray((peaks >> 23) << 7, np.uint16)[:, None]
-        halves = np.asarray(values * _half_scale(heads), np.float16).view(np.uint16)
-        # In the topmost binade 0x7800 stands for 2**128, which is Inf, so what rounds to it goes
-        # down.
-        over = (heads >= 0x7F00) & (halves & 0x7FFF >= 0x7800)
-        return heads, np.where(over, halves & 0x8000 | 0x77FF, halves).astype(np.uint16), 0
-    if layout.values == "range":
-        heads = window_top(peaks, layout.mantissa)[:, None]
-        if top is not None:
-            heads = np.full_like(heads, top)
-        base = window_base(heads, layout.bits, layout.mantissa)
-        codes, saturated = encode_window(values, base, layout.bits, layout.mantissa)
-        return heads, codes, saturated
-    exponent = np.minimum(peaks >> 23, 253).astype(np.int64)
-    fixed = to_fixed(values, exponent)  # [nb, m]
-    negative = np.asarray(np.signbit(values), np.uint16)
-    everything = np.ones_like(fixed, bool)
-    mean = _mean(fixed, everything)
-    if layout.values == "sign":
-        return _bfloat(mean, exponent)[:, None], negative, 0
-    upper = fixed > mean[:, None]
-    low, high = _mean(fixed, ~upper), _mean(fixed, upper)
-    # Where all magnitudes are equal none is above their mean: one level, sent twice.
-    high = np.where(upper.any(axis=1), high, low)
-    heads = np.stack([_bfloat(low, exponent), _bfloat(high, exponent)], axis=1)
-    codes = np.asarray(negative + 2 * upper, np.uint16)
-    return heads, codes, 0
-
-
-def decode_values(codes: Codes, heads: Heads, layout: Layout) -> Floats:
-    """[nb, m] codes and [nb, h] heads -> [nb, m] float32."""
-    if layout.values == "fp16":
-        halves: npt.NDArray[np.float16] = codes.view(np.float16)
-        # Dividing by a power of two is exact.
-        with np.errstate(over="ignore"):  # a damaged payload may hold infinities
-            return np.asarray(halves.astype(np.float32) / _half_scale(heads), np.float32)
-    if layout.values == "range":
-        base = window_base(heads, layout.bits, layout.mantissa)
-        return decode_window(codes, base, layout.bits, layout.mantissa)
-    levels = np.take_along_axis(heads, codes.astype(np.int64) >> 1, axis=1).astype(np.uint32)
-    return (levels << 16 | (codes.astype(np.uint32) & 1) << 31).view(np.float32)
-
-
-def to_fixed(values: Floats, exponent: Ints) -> Ints:
-    """|values| in units of 2**-22 of their block's binade, truncated, [nb, m] int64 < 2**24."""
-    scale = np.asarray((254 - exponent) << 23, np.uint32).view(np.float32)[:, None]
-    return (np.abs(values) * scale * np.float32(1 << FIXED_BITS)).astype(np.int64)
-
-
-def _mean(fixed: Ints, where: npt.NDArray[np.bool_]) -> Ints:
-    count = where.sum(axis=1)
-    return np.asarray((fixed * where).sum(axis=1) // np.maximum(count, 1), np.int64)
-
-
-def _bfloat(fixed: Ints, exponent: Ints) -> Heads:
-    """Fixed-point magnitudes as upper halves of float32, to nearest; [nb] uint16."""
-    power = (exponent - 127 - FIXED_BITS).astype(np.int32)
-    bits = np.ldexp(fixed.astype(np.float32), power).view(np.uint32).astype(np.int64)
-    return np.asarray(np.minimum((bits + 0x8000) >> 16, MAX_FINITE >> 16), np.uint16)
-
-
-def _half_scale(heads: Heads) -> Floats:
-    """The power of two that takes a block's peak to [2**14, 2**15), inside half precision."""
-    exponent = np.maximum(heads.astype(np.uint32) >> 7, 15)
-    return np.asarray((268 - exponent) << 23, np.uint32).view(np.float32)
+        values = decode_window(array.astype(np.int64), self._base, self.bits, self.mantissa)
+        return np.asarray(values, np.float32)
 
 
 LARGE_SHIFT = 40

@@ -1,6 +1,6 @@
-"""Records of blocks over any array library: what record.py does on a host, bit for bit.
+"""Records of blocks over any array library, with the bits of csrc/compress/record.cpp.
 
-Nothing depends on a value: which bins travel is found by sorting, damage is a flag. See record.py
+Nothing depends on a value: which bins travel is decided by sorting, damage is a flag. See record.py
 for the bits of a record, quantize.py for which bins stay and for the codes.
 """
 
@@ -30,7 +30,6 @@ from .bits import Fields, counted, low_bits, upper_bits
 from .quantize import FIXED_BITS, MAX_FINITE, NON_FINITE, Layout
 
 _ZERO = Constant(np.zeros((), np.float32))
-_NONE = Constant(np.zeros((), np.int64))
 _SIGN = 2**31 - 1
 _UNIT = 127 + FIXED_BITS  # a fixed-point magnitude of exponent e counts in 2**(e - _UNIT)
 _SUBNORMAL = 24  # magnitudes of lower exponents may be below the least normal float32
@@ -79,10 +78,14 @@ class Decoded:
 
 
 class Records:
-    """Those of one layout, and what follows from it."""
+    """Those of one layout, and what follows from it.
 
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
+    clear_edges : whether imaginary parts of the edge bins may be other than zero, as those of an
+        array library's FFT, and count as zero. FFTs on the host leave zeros there
+    """
+
+    def __init__(self, layout: Layout, clear_edges: bool = True) -> None:
+        self.layout, self._clear_edges = layout, clear_edges
         kept, bins, parts, bits = layout.kept, layout.bins, layout.parts, layout.code_bits
         self._inner = None
         if parts == 2:  # imaginary parts of the edges say nothing of a real vector
@@ -136,10 +139,12 @@ class Records:
         if memory is not None:
             exact = isinstance(factor, float) and factor == 1
             coefficients = coefficients + (memory if exact else memory * factor)
-        peaks = xp.max(bits_of(coefficients) & _SIGN, axis=1)  # [rows] int32
+        peaks = quantize.peak_bits(coefficients)  # [rows] int32
         finite = (peaks <= MAX_FINITE)[:, None]
-        spoken = finite if self._inner is None else finite & self._inner.on(coefficients)[None, :]
-        coefficients = xp.where(spoken, coefficients, _ZERO.on(coefficients))
+        kept_parts = finite
+        if self._clear_edges and self._inner is not None:
+            kept_parts = finite & self._inner.on(coefficients)[None, :]
+        coefficients = xp.where(kept_parts, coefficients, _ZERO.on(coefficients))
         at = _positions(coefficients, peaks, layout)  # [rows, k] int64
         first = xp.reshape(counted(xp, rows, at), (rows, 1)) * bins
         flat = xp.reshape(first + at, (-1,))
@@ -271,7 +276,7 @@ def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
 
 
 def _squares(coefficients: Array, peaks: Array, layout: Layout) -> Array:
-    """[rows, bins] float32: magnitudes squared, of blocks scaled as in select.magnitude_keys."""
+    """[rows, bins] float32: magnitudes squared, of blocks scaled as quantize.py says."""
     scaled = coefficients * floats_of((254 - _exponents(peaks)) * 2**23)[:, None]
     squares = scaled * scaled
     if layout.parts == 1:
@@ -281,7 +286,8 @@ def _squares(coefficients: Array, peaks: Array, layout: Layout) -> Array:
 
 
 def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
-    """[rows] float64: the squared norm of the blocks, as spectrum.energy."""
+    """[rows] float64: the squared norm of the blocks, summed in float32 of their own scale."""
+    # Inner bins stand for a conjugate pair; the edges have none, and count once too often.
     xp = namespace(coefficients)
     squares = _squares(coefficients, peaks, layout)
     total = xp.sum(squares, axis=1)
@@ -307,12 +313,13 @@ def encode_values(
         heads, codes = of(values, peaks)
         none = namespace(peaks).astype(peaks, heads.dtype) * 0
         return heads, _scale_of(heads, layout), codes, none
-    heads = _window_top(peaks, layout.mantissa)[:, None]
+    heads = quantize.window_top(peaks, layout.mantissa)[:, None]
     if top is not None:
         heads = heads * 0 + top
     base = _scale_of(heads, layout)
-    codes, saturated = _codes(values, base, layout)
-    return heads, base, codes, saturated
+    codes, is_over = quantize.encode_window(values, base, layout.bits, layout.mantissa)
+    xp = namespace(values)
+    return heads, base, codes, xp.sum(xp.astype(is_over, xp.int64), axis=1)
 
 
 def _scale_of(heads: Array, layout: Layout) -> Array:
@@ -324,8 +331,7 @@ def _scale_of(heads: Array, layout: Layout) -> Array:
         return heads
     if layout.values == "fp16":
         return _half_scale(heads)
-    ends = shifted(heads * 2**16, 23 - layout.mantissa)
-    return clipped(ends - 2 ** (layout.bits - 1) + 1, 1, 2**31)
+    return quantize.window_base(heads, layout.bits, layout.mantissa)
 
 
 def decode_values(codes: Array, scale: Array, layout: Layout) -> Array:
@@ -333,16 +339,10 @@ def decode_values(codes: Array, scale: Array, layout: Layout) -> Array:
     xp = namespace(codes)
     if layout.values == "fp16":
         return _of_halves(codes) / scale  # by a power of two: exact
-    if layout.values in ("sign", "2bit"):
-        words = xp.where(codes >= 2, scale[:, -1:], scale[:, :1]) * 2**16
-        negative = codes & 1
-    else:
-        half = 2 ** (layout.bits - 1)
-        negative = xp.astype(codes > half, xp.int64)
-        rung = codes - 1 + scale - negative * (half - 1)
-        words = xp.where(codes == 0, _NONE.on(codes), rung * 2 ** (23 - layout.mantissa))
-    # A damaged head may ask for more than 31 bits.
-    return floats_of(xp.astype((words & _SIGN) - negative * 2**31, xp.int32))
+    if layout.values == "range":
+        return quantize.decode_window(codes, scale, layout.bits, layout.mantissa)
+    level = xp.where(codes >= 2, scale[:, -1:], scale[:, :1])
+    return quantize.signed(level * 2**16, codes & 1)
 
 
 def _exponents(peaks: Array) -> Array:
@@ -350,37 +350,8 @@ def _exponents(peaks: Array) -> Array:
     return clipped(shifted(peaks, 23), 0, 253)
 
 
-def _rungs(magnitudes: Array, mantissa: int) -> Array:
-    return shifted(magnitudes + 2 ** (22 - mantissa), 23 - mantissa)
-
-
-def _window_top(peaks: Array, mantissa: int) -> Array:
-    xp = namespace(peaks)
-    ends = _rungs(xp.astype(peaks, xp.int64), mantissa) * 2 ** (23 - mantissa)
-    return clipped(shifted(ends + 0xFFFF, 16), 0, MAX_FINITE >> 16)
-
-
-def _codes(values: Array, base: Array, layout: Layout) -> tuple[Array, Array]:
-    """quantize.encode_window; codes [rows, m] int64, saturated [rows] int64."""
-    xp, step = namespace(values), 23 - layout.mantissa
-    words = xp.astype(bits_of(values), xp.int64)
-    negative = xp.astype(words < 0, xp.int64)
-    magnitude = words & _SIGN
-    half = 2 ** (layout.bits - 1)
-    end = base + half - 1
-    rung = _rungs(magnitude, layout.mantissa)
-    saturated = xp.sum(xp.astype(rung > end, xp.int64), axis=1)
-    rung = xp.minimum(rung, end)
-    lowest = base + negative  # the negative side has one code fewer
-    low = lowest * 2**step
-    halfway = xp.where(low >= 2 * 2**23, low - 2**23, shifted(low, 1))
-    rung = xp.where((rung < lowest) & (magnitude > halfway), lowest, rung)
-    code = rung - base + 1 + negative * (half - 1)
-    return xp.where(rung < lowest, _NONE.on(code), code), saturated
-
-
 def _halves(values: Array, peaks: Array) -> tuple[Array, Array]:
-    """Heads and codes of half precision, to nearest, ties to even; see quantize.encode_values."""
+    """Heads and codes of half precision, to nearest, ties to even."""
     xp = namespace(values)
     heads = shifted(xp.astype(peaks, xp.int64), 23)[:, None] * 2**7
     scaled = values * _half_scale(heads)
@@ -413,14 +384,14 @@ def _of_halves(codes: Array) -> Array:
 
 
 def _fixed(values: Array, exponent: Array) -> Array:
-    """Magnitudes in fixed point, [rows, m] int64; see quantize.to_fixed."""
+    """Magnitudes in fixed point, [rows, m] int64, truncated, below 2**24."""
     xp = namespace(values)
     scaled = values * floats_of((254 - exponent) * 2**23)[:, None]
     return xp.astype(xp.abs(scaled) * 2.0**FIXED_BITS, xp.int64)
 
 
 def _one_level(values: Array, peaks: Array) -> tuple[Array, Array]:
-    """Heads and codes as of quantize.encode_values: signs, and the mean magnitude."""
+    """Heads and codes: signs, and the mean magnitude."""
     xp = namespace(values)
     exponent = _exponents(peaks)
     mean = xp.sum(_fixed(values, exponent), axis=1) // int(values.shape[1])
@@ -429,7 +400,7 @@ def _one_level(values: Array, peaks: Array) -> tuple[Array, Array]:
 
 
 def _two_levels(values: Array, peaks: Array) -> tuple[Array, Array]:
-    """Heads and codes as of quantize.encode_values: sign, and whether above the mean of all."""
+    """Heads and codes: sign, and whether above the mean of all."""
     xp = namespace(values)
     exponent = _exponents(peaks)
     fixed = _fixed(values, exponent)

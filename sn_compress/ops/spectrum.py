@@ -338,19 +338,6 @@ def transform(name: str, span: int | None = None) -> Transform:
     return Transform(2, forward, inverse)
 
 
-def energy(coefficients: Floats, block: int, parts: int) -> float:
-    """Squared norm of the blocks that have these coefficients, summed in float64."""
-    # Inner bins stand for a conjugate pair; the edge bins have none, and are counted once too
-    # often.
-    squares = coefficients.astype(np.float64) ** 2
-    total = squares.sum()
-    if parts == 2:
-        total = 2 * total - squares[:, :2].sum()
-        if block % 2 == 0:
-            total -= squares[:, -2:].sum()
-    return float(total)
-
-
 def fast_length(n: int) -> int:
     """The smallest length >= n with no prime factor above 5: fast in every FFT library."""
     return int(scipy.fft.next_fast_len(n, real=True)) if n else 0

@@ -12,11 +12,11 @@ import numpy as np
 import scipy.fft
 from hypothesis import settings
 from hypothesis import strategies as st
+from record_bits import read_bitmap, read_elias_fano, words_to_bits
 from spans_by_hand import spans_joined, spans_parted
 
 from sn_compress import FFTCodec
 from sn_compress.ops import bits as elias_fano
-from sn_compress.ops import record
 from sn_compress.ops.quantize import Layout
 
 SIZES = (0, 1, 31, 32, 33, 63, 1000, 4095, 4096, 4097, 2**20 + 1)
@@ -213,16 +213,16 @@ def layouts(blocks=(32, 64, 1024, 4096), thetas=(0.0, 0.5, 0.9, 0.98, 0.9999)) -
 
 
 def read_support(words: np.ndarray, layout: Layout) -> np.ndarray:
-    """Positions that each record names, [rows, k], read by the twin of ops/record.py."""
-    stream = record.words_to_bits(words)[:, layout.positions_at :]
+    """Positions that each record names, [rows, k], read bit by bit."""
+    stream = words_to_bits(words)[:, layout.positions_at :]
     k, f = layout.kept, layout.bins
     if k == f:
         return np.tile(np.arange(f), (len(words), 1))
     if layout.positions == "bitmap":
-        return record.read_bitmap(stream[:, :f], k).astype(np.int64)
+        return read_bitmap(stream[:, :f], k).astype(np.int64)
     low = k * elias_fano.low_bits(k, f)
     uppers = stream[:, low : layout.position_bits]
-    return record.read_elias_fano(stream[:, :low], uppers, k, f).astype(np.int64)
+    return read_elias_fano(stream[:, :low], uppers, k, f).astype(np.int64)
 
 
 def support_mask(words: np.ndarray, layout: Layout) -> np.ndarray:

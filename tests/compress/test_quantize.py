@@ -152,7 +152,7 @@ def test_the_range_that_travels_holds_the_peak(m):
     rng = np.random.default_rng(m)
     peaks = rng.integers(1 << 23, MAX_FINITE, 20_000, dtype=np.uint32)  # normal floats
     tops = quantize.window_top(peaks, m).astype(np.uint32) << 16
-    rounded = (quantize.rungs(peaks, m) << (23 - m)).clip(max=0x7F7F0000)
+    rounded = (quantize.rungs(peaks.astype(np.int64), m) << (23 - m)).clip(max=0x7F7F0000)
     assert (tops >= rounded).all()
     ends, needed = tops.view(np.float32), rounded.astype(np.uint32).view(np.float32)
     assert (

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import record_bits
 from bucket_ranks import LIBRARIES, Ranks, bits, chance
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from sn_compress.allreduce.bucket import Bucket
 from sn_compress.allreduce.methods.rows import Rows
 from sn_compress.errors import CompressError
 from sn_compress.ops import bits as positions
-from sn_compress.ops import indexed, record
+from sn_compress.ops import indexed
 from sn_compress.ops.bits import agreed_rows
 
 
@@ -30,8 +31,8 @@ def test_positions_travel_as_elias_fano_has_them_and_come_back(data):
     count = data.draw(st.integers(1, n))
     seed = data.draw(st.integers(0, 2**32))
     ascending = np.sort(np.random.default_rng(seed).permutation(n)[:count]).astype(np.int64)
-    parts = record.elias_fano(ascending[None].astype(np.uint32), n)
-    expected = record.bits_to_words(np.concatenate(parts, axis=1))[0].view(np.int32)
+    parts = record_bits.elias_fano(ascending[None].astype(np.uint32), n)
+    expected = record_bits.bits_to_words(np.concatenate(parts, axis=1))[0].view(np.int32)
     for library in LIBRARIES:
         words = positions.write_positions(library(ascending), n)
         assert bits(words) == bits(expected)

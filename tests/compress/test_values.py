@@ -5,11 +5,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+import record_bits
 from hypothesis import given
 from hypothesis import strategies as st
 from samples import TINY, examples, specials
 
-from sn_compress.ops import record
 from sn_compress.ops.quantize import Layout
 from sn_compress.ops.record import decode_records, encode_records
 
@@ -28,9 +28,9 @@ def coded(row: np.ndarray, kind: str) -> tuple[list[int], list[int], np.ndarray]
     encode_records(row[None].copy(), None, words, form)
     accum = np.zeros((1, row.size), np.float32)
     decode_records(words, accum, form, 1.0)
-    stream = record.words_to_bits(words)
-    heads = record.bits_to_codes(stream[:, : form.head_bits], 16)[0].tolist()
-    codes = record.bits_to_codes(stream[:, form.head_bits : form.positions_at], form.code_bits)
+    stream = record_bits.words_to_bits(words)
+    heads = record_bits.bits_to_codes(stream[:, : form.head_bits], 16)[0].tolist()
+    codes = record_bits.bits_to_codes(stream[:, form.head_bits : form.positions_at], form.code_bits)
     return heads, codes[0].tolist(), accum[0]
 
 

@@ -78,10 +78,10 @@ def samples(form: Format, blocks: int = 4) -> dict[str, np.ndarray]:
     scattered = normal * np.float32(10) ** rng.integers(-30, 30, shape).astype(np.float32)
     broken = normal.copy()
     broken[0, 3] = np.nan
-    broken[blocks // 2, -1] = np.inf
+    broken[blocks // 2, -2] = np.inf
     broken[-1, 0] = -np.inf
     sparse = np.where(rng.random(shape) < 0.01, normal, 0).astype(np.float32)
-    return {
+    cases = {
         "normal": normal,
         "laplace": rng.laplace(size=shape).astype(np.float32),
         "scattered": scattered,
@@ -95,3 +95,7 @@ def samples(form: Format, blocks: int = 4) -> dict[str, np.ndarray]:
         "largest": np.where(normal < 0, -1, 1).astype("f4") * np.finfo("f4").max,
         "huge": (np.clip(normal, -3.4, 3.4) * np.float32(1e38)).astype(np.float32),
     }
+    if form.parts == 2:
+        for coefs in cases.values():
+            coefs[:, [1, -1]] = 0  # what no real vector has
+    return cases

@@ -1,12 +1,12 @@
-"""What a record holds: the NumPy form of ops/record.py, as the oracle of the kernels."""
+"""What a record holds: the array code over NumPy, as the oracle of the kernels."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from sn_compress.ops import record
 from sn_compress.ops.launch import Format
 from sn_compress.ops.quantize import Layout
+from sn_compress.ops.record_arrays import Records
 
 
 def make_format(
@@ -44,14 +44,17 @@ def encode(
     coefs: np.ndarray, memory: np.ndarray | None, form: Format, decay: float, top: int | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """[nb, floats] float32 -> words [nb, words], residual [nb, floats], saturated."""
-    words, left = np.empty((len(coefs), form.words), np.uint32), coefs.copy()
-    kept = None if memory is None else memory.copy()
-    tally = record.encode_twin(left, kept, words, layout_of(form), decay, top)
-    return words, left if kept is None else kept, tally.saturated
+    # A residual comes with a memory; adding -0.0 changes no number, nor the sign of a zero.
+    kept = np.full_like(coefs, -0.0) if memory is None else memory
+    with np.errstate(all="ignore"):
+        encoded = Records(layout_of(form), clear_edges=False).encode(coefs, kept, decay, top)
+    return encoded.words.astype(np.uint32), encoded.residual, int(encoded.saturated.sum())
 
 
 def decode(words: np.ndarray, form: Format) -> np.ndarray:
     """[nb, words] of sound records -> coefficients [nb, floats] float32; NaN where marked."""
-    out = np.zeros((len(words), form.bins * form.parts), np.float32)
-    record.decode_twin(words, out, layout_of(form), 1.0)
+    records, pairs = Records(layout_of(form)), np.zeros((len(words) * form.bins, form.parts))
+    decoded = records.decode(words.astype(np.int64))
+    out = records.add(pairs.astype(np.float32), decoded, 1.0).reshape(len(words), -1)
+    out[decoded.missing] = np.nan
     return out
