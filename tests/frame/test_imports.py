@@ -256,7 +256,8 @@ def test_only_rims_name_a_framework():
 
 
 @pytest.mark.parametrize(("framework", "do", "rims"), [
-    ("horovod", "scripts/build_horovod.py", "sn_compress.torch.horovod"),
+    ("horovod", "scripts/build_horovod.py", "sn_compress.torch.horovod"
+     " sn_compress.tensorflow.tape sn_compress.tensorflow.keras sn_compress.tensorflow.gossip"),
     ("torch", "pip install 'superneurons[torch]'",
      "sn_compress.torch.ddp sn_compress.torch.horovod sn_memory.torch sn_memory.apoptosis.torch"),
     ("tensorflow", "pip install 'superneurons[tensorflow]'",
