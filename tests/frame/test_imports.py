@@ -80,7 +80,7 @@ MOST_CLI_FLOORS = 6  # of the command line and the module below it
 MOST_FLOORS = 19
 # What a room of sn_compress may name of the frameworks, and no other file of it any of them.
 ROOMS = {
-    "torch": ("torch", "horovod.torch"),
+    "torch": ("torch", "horovod.torch", "horovod.common.elastic"),
     "tensorflow": ("tensorflow", "keras", "horovod.tensorflow"),
 }
 # The same for the planner: its rooms, as docs/decisions/0076 has them.
