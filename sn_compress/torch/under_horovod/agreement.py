@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 _followed: weakref.WeakSet[Any] = weakref.WeakSet()  # states of elastic runs
 _DO = (
     "Give all ranks the same model, the same named_parameters in the same order, the same number "
-    "of optimizers, and the same arguments."
+    "of optimizers, and the same arguments; load what all ranks have saved at the same step."
 )
 # Arguments of hvd.DistributedOptimizer that change what is sent, or when.
 _OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "sparse_as_dense")
@@ -181,8 +181,10 @@ def _fingerprint_of_one(optimizer: Any) -> list[tuple[str, str]]:
         groups = [[names.get(parameter) for parameter in group] for group in groups]
     tensors = fingerprint_of((p, names[p]) for p in reduced_parameters(optimizer))
     options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
-    settings = _fingerprint_of(optimizer._compression.settings)
-    return [*settings, *options, ("groups", str(groups)), *tensors]
+    settings, memory = _fingerprint_of(optimizer._compression.settings), memory_of(optimizer)
+    by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
+    progress = [] if by_nodes else memory.engine.progress()
+    return [*settings, *options, ("groups", str(groups)), *progress, *tensors]
 
 
 def reduced_parameters(optimizer: Any) -> list[torch.Tensor]:
