@@ -609,6 +609,7 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
 
     def _common(self) -> int | None:
         """After how many epochs all ranks have a backup; None where there is none at all."""
+        memory_of(self.model.optimizer)  # refuses an optimizer without
         process_set = self.model.optimizer._sn.process_set
         if not process_set.included():
             return None
