@@ -15,7 +15,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any, ClassVar, Self, Unpack, cast
 
-from .errors import CompressError, MissingExtra
+from .errors import CompressError
 from .settings import AutoSettings, CastSettings, FFTSettings, LowRankSettings, Settings
 
 _RIMS = {
@@ -316,15 +316,7 @@ def _rim(thing: Any) -> ModuleType:
     """The rim for a tensor or optimizer, by the framework that its type or a base comes from."""
     for base in type(thing).__mro__:
         if name := _RIMS.get(base.__module__.partition(".")[0]):
-            try:
-                return import_module(name, __package__)
-            except ModuleNotFoundError as missing:
-                if missing.name and missing.name.startswith("horovod"):
-                    raise MissingExtra(
-                        "compression in Horovod needs Horovod, which is not installed; build one "
-                        "that fits your frameworks with scripts/build_horovod.py of this project"
-                    ) from missing
-                raise
+            return import_module(name, __package__)
     kind = f"{type(thing).__module__}.{type(thing).__qualname__}"
     raise CompressError(
         f"compression got a {kind}; expected a tensor or optimizer of {' or '.join(_RIMS)}"

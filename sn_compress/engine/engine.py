@@ -186,6 +186,15 @@ class Engine:
         """What ranks decide by themselves and must decide alike, to compare with parameters."""
         return [("gradients that were dropped", str(self.transaction.aborted))]
 
+    def progress(self) -> Fingerprint:
+        """How far what ranks share has come, to compare where all have what they share of it all.
+
+        Each rank loads a file of its own: of another step, it has dense steps at other times, in
+        which ranks would wait for each other.
+        """
+        steps = sorted({tensor.step for tensor in self.shared.tensors.values()})
+        return [("steps of the loaded memory", ", ".join(map(str, steps)) or "none")]
+
     def new_step(self) -> None:
         """Let the next gradient begin a step, whatever became of the last one."""
         self._seen.clear()

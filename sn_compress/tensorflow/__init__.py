@@ -7,3 +7,4 @@ This file loads none of them: every rim here needs Horovod.
 from ..errors import need
 
 need("tensorflow", "sn_compress.tensorflow")
+need("horovod", "sn_compress.tensorflow")

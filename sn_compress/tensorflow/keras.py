@@ -10,6 +10,7 @@ weight decay and update. All else, and what is saved, stays as it was.
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -548,14 +549,17 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     """BackupAndRestore of each rank in a folder of its own, with what the rank has yet to send.
 
     Keras's own saves weights and optimizer variables, which all ranks have alike; the memory of
-    compressed gradients differs between ranks and would be lost.
+    compressed gradients differs between ranks and would be lost. A process may end while it writes,
+    and a rank before another has written: an epoch's backup appears whole or not at all, and all
+    ranks resume from the last epoch that all have.
 
     Parameters
     ----------
-    backup_dir : rank n writes `backup_dir/rank<n>`, at the end of each epoch
+    backup_dir : rank n writes `backup_dir/rank<n>/<epochs>` at the end of each epoch, and keeps two
     options : of BackupAndRestore, but save_freq, which is "epoch"
 
-    Raises CompressError for another save_freq, and for a folder with weights and without a memory.
+    Raises CompressError for another save_freq, and, on every rank, where ranks have no backup of
+    the same epoch.
     """
 
     def __init__(self, backup_dir: str | Path, **options: Any) -> None:
@@ -569,20 +573,55 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Called by Keras."""
-        saved = self._folder.exists() and any(self._folder.glob("*.weights.h5"))
-        super().on_train_begin(logs)
-        if not saved:
+        if (epochs := self._common()) is None:
             return
-        memory = self._folder / "memory"
-        if not memory.with_suffix(".index").exists():
-            raise CompressError(
-                f"{self._folder} has weights but no memory of compressed gradients; expected both, "
-                "as CompressionBackup writes them. Remove the folder to start over."
-            )
-        tf.train.Checkpoint(memory=memory_of(self.model.optimizer)).read(str(memory))
+        # Later ones would be taken for those that this run writes of the same epochs.
+        for later in self._saved():
+            if later > epochs:
+                shutil.rmtree(self._folder / str(later))
+        folder = self._folder / str(epochs)
+        self._of_keras(folder).on_train_begin(logs)
+        memory = memory_of(self.model.optimizer)
+        tf.train.Checkpoint(memory=memory).read(str(folder / "memory"))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Called by Keras."""
-        super().on_epoch_end(epoch, logs)
+        new, saved = self._folder / "new", self._folder / str(epoch + 1)
+        for old in (new, saved):  # of a process that was ended, or of an earlier `fit`
+            shutil.rmtree(old, ignore_errors=True)
+        self._of_keras(new).on_epoch_end(epoch, logs)
         memory = memory_of(self.model.optimizer)
-        tf.train.Checkpoint(memory=memory).write(str(self._folder / "memory"))
+        tf.train.Checkpoint(memory=memory).write(str(new / "memory"))
+        new.rename(saved)
+        # No rank is more than an epoch ahead of another: each step waits for all.
+        for epochs in self._saved()[:-2]:
+            shutil.rmtree(self._folder / str(epochs), ignore_errors=True)
+
+    def _of_keras(self, folder: Path) -> keras.callbacks.BackupAndRestore:
+        """Keras's own callback for one epoch's folder."""
+        callback = keras.callbacks.BackupAndRestore(str(folder))
+        callback.set_model(self.model)
+        return callback
+
+    def _saved(self) -> list[int]:
+        """After how many epochs there is a backup of this rank."""
+        return sorted(int(path.name) for path in self._folder.glob("[0-9]*"))
+
+    def _common(self) -> int | None:
+        """After how many epochs all ranks have a backup; None where there is none at all."""
+        memory_of(self.model.optimizer)  # refuses an optimizer without
+        process_set = self.model.optimizer._sn.process_set
+        if not process_set.included():
+            return None
+        mine = self._saved()
+        by_rank = hvd.allgather(
+            tf.constant([[0, 0, *mine][-2:]]), name="backups", process_set=process_set
+        ).numpy()
+        common = set.intersection(*map(set, by_rank.tolist()))
+        if not common or (common == {0} and by_rank.any()):
+            raise CompressError(
+                f"{self._folder.parent} has backups after {by_rank.tolist()} epochs, by rank, and "
+                "none of all ranks after the same number; expected one, as CompressionBackup "
+                "writes them. Remove the folder, on every machine, to start over."
+            )
+        return max(common) or None

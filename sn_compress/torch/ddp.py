@@ -254,10 +254,12 @@ class CompressionState:
         self.watch.called()
         total = partial(self._total, like.device, self.collectives)
         fingerprint = fingerprint_of(self.names.known()) if self.names.complete else []
+        if not saved_place(self.nodes, self._loaded, self.ranks):
+            fingerprint += self.engine.progress()
         self.engine.agree(
             fingerprint, total=total, rank=self.rank, ranks=self.ranks, name="start",
             like=torch.zeros(1, dtype=torch.float32, device=like.device),
-            do="Make CompressionState alike on all ranks.",
+            do="Make CompressionState alike on all ranks, with what they saved at the same step.",
         )  # fmt: skip
         if not self._knows_nodes:
             self._knows_nodes = True

@@ -30,6 +30,7 @@ from .under_horovod.agreement import (
     agree_on_optimizers,
     alike_in_hardware,
     end_broken_rounds,
+    follow_restarts,
     load_state_dict,
     reduced_parameters,
     residuals,
@@ -173,6 +174,7 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
     """
     sets = caller.process_set
     ranks = sets.size()
+    follow_restarts(_of_calls.clear)
     if caller.optimizer is None:
         memory.pending = Pending()  # other calls, and other threads, have their own
     else:

@@ -242,6 +242,7 @@ def test_auto_compression_has_frequencies_and_low_rank_has_not():
 
 def test_tensorflow_shares_every_bit():
     tf = pytest.importorskip("tensorflow")
+    pytest.importorskip("horovod")  # the package needs it
     import sn_compress.tensorflow.namespace  # noqa: F401 - it makes tensors known
 
     rng, ranks = np.random.default_rng(12), 2

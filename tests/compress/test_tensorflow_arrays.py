@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
+pytest.importorskip("horovod")  # the package needs it
 
 from sn_compress import arrays  # noqa: E402
 from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step  # noqa: E402

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 tf = pytest.importorskip("tensorflow")
+pytest.importorskip("horovod")  # the package needs it
 
 from sn_compress import FFTCodec, _native  # noqa: E402
 from sn_compress.codecs.base import Payload  # noqa: E402

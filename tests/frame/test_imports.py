@@ -80,7 +80,7 @@ MOST_CLI_FLOORS = 6  # of the command line and the module below it
 MOST_FLOORS = 19
 # What a room of sn_compress may name of the frameworks, and no other file of it any of them.
 ROOMS = {
-    "torch": ("torch", "horovod.torch"),
+    "torch": ("torch", "horovod.torch", "horovod.common.elastic"),
     "tensorflow": ("tensorflow", "keras", "horovod.tensorflow"),
 }
 # The same for the planner: its rooms, as docs/decisions/0076 has them.
@@ -256,7 +256,8 @@ def test_only_rims_name_a_framework():
 
 
 @pytest.mark.parametrize(("framework", "do", "rims"), [
-    ("horovod", "scripts/build_horovod.py", "sn_compress.torch.horovod"),
+    ("horovod", "scripts/build_horovod.py", "sn_compress.torch.horovod"
+     " sn_compress.tensorflow.tape sn_compress.tensorflow.keras sn_compress.tensorflow.gossip"),
     ("torch", "pip install 'superneurons[torch]'",
      "sn_compress.torch.ddp sn_compress.torch.horovod sn_memory.torch sn_memory.apoptosis.torch"),
     ("tensorflow", "pip install 'superneurons[tensorflow]'",

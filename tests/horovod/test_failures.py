@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
@@ -69,10 +70,26 @@ def test_three_ranks_become_two(horovodrun, tmp_path):
     discover.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
     discover.chmod(0o755)
     options = ["--min-np", "2", "--max-np", "3", "--host-discovery-script", str(discover)]
-    run = horovodrun(3, RANKS / "elastic.py", options=options, timeout=180)
+    run = horovodrun(3, RANKS / "elastic.py", "kept", options=options, timeout=180)
     assert not run.timed_out, run.stdout
     assert run.stdout.count("ok memories at step 15") == 2, run.stdout
     assert run.stdout.count("ok ended with 2 ranks") == 2, run.stdout
+    assert "begins anew" not in run.stdout, run.stdout
+
+
+def test_a_rank_is_replaced_where_memories_are_not_kept(horovodrun, tmp_path):
+    """As many ranks as before, of which one knows nothing: all begin anew, and one says so."""
+    discover = tmp_path / "discover.sh"
+    discover.write_text(f"#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\necho {gethostname()}:1\n")
+    discover.chmod(0o755)
+    options = ["--min-np", "2", "--max-np", "2", "--host-discovery-script", str(discover)]
+    run = horovodrun(
+        2, RANKS / "elastic.py", "replaced", tmp_path / "died", options=options, timeout=180
+    )
+    assert not run.timed_out, run.stdout
+    assert (tmp_path / "died").exists()
+    assert run.stdout.count("ok ended with 2 ranks") == 2, run.stdout
+    assert run.stdout.count("begins anew on all") == 1, run.stdout
 
 
 @pytest.mark.parametrize(("ranks", "how"), [(2, "join"), (4, "kill")])

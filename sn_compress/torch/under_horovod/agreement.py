@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from typing import Any, NoReturn
 import horovod.torch as hvd
 import numpy as np
 import torch
+from horovod.common.elastic import notification_manager
 from horovod.torch.elastic.state import StateHandler, get_handler_registry
 
 from ... import __version__
@@ -27,11 +30,13 @@ from ...settings import Settings
 from ..layout import fingerprint_of, loaded_arrays
 from ..outcomes import digest, live_objects
 from .in_flight import complete
-from .memory import OptimizerState, memory_of
+from .memory import OptimizerState, memory_of, optimizers_with_memory
 
+_log = logging.getLogger(__name__)
+_followed: weakref.WeakSet[Any] = weakref.WeakSet()  # states of elastic runs
 _DO = (
     "Give all ranks the same model, the same named_parameters in the same order, the same number "
-    "of optimizers, and the same arguments."
+    "of optimizers, and the same arguments; load what all ranks have saved at the same step."
 )
 # Arguments of hvd.DistributedOptimizer that change what is sent, or when.
 _OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "sparse_as_dense")
@@ -176,8 +181,10 @@ def _fingerprint_of_one(optimizer: Any) -> list[tuple[str, str]]:
         groups = [[names.get(parameter) for parameter in group] for group in groups]
     tensors = fingerprint_of((p, names[p]) for p in reduced_parameters(optimizer))
     options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
-    settings = _fingerprint_of(optimizer._compression.settings)
-    return [*settings, *options, ("groups", str(groups)), *tensors]
+    settings, memory = _fingerprint_of(optimizer._compression.settings), memory_of(optimizer)
+    by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
+    progress = [] if by_nodes else memory.engine.progress()
+    return [*settings, *options, ("groups", str(groups)), *progress, *tensors]
 
 
 def reduced_parameters(optimizer: Any) -> list[torch.Tensor]:
@@ -326,6 +333,47 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     memory.loaded = None
 
 
+def follow_restarts(forget_calls: Callable[[], None]) -> None:
+    """Let ranks agree anew whenever Horovod starts anew, as it does in an elastic run.
+
+    New ranks may be as many as the lost ones, so the number of ranks does not say it.
+
+    forget_calls : called then, too; all that is known of an hvd.allreduce, which nobody can keep
+    """
+    # Horovod tells the states of its elastic runs alone.
+    for state in notification_manager._listeners:
+        if state not in _followed:
+            _followed.add(state)
+            state.register_reset_callbacks([_restarted, forget_calls])
+
+
+def _restarted() -> None:
+    for optimizer in optimizers_with_memory():
+        memory = memory_of(optimizer)
+        _give_up(memory)
+        memory.reset()
+        if memory.is_kept:
+            continue
+        # New ranks have nothing of what ranks share, and those that stay may be at different steps.
+        new = OptimizerState(memory.settings).engine
+        empty = engine_state.state_dict(new, ranks=1, rank=0)
+        engine_state.load_state_dict(memory.engine, empty, ranks=1, rank=0)
+        memory.loaded = []
+        if hvd.rank() == 0:
+            _log.warning(
+                "ranks have come or gone, and the compression of a %s begins anew on all: what was "
+                "not sent yet is lost. hvd.elastic.TorchState(..., memory=%s.elastic(optimizer)) "
+                "keeps it",
+                type(optimizer).__name__,
+                memory.settings.compression,
+            )
+
+
+def _give_up(memory: OptimizerState) -> None:
+    memory.give_up()
+    memory.forget_sent()  # Horovod was started anew, or nothing broke off
+
+
 class Elastic:
     """What Compression.elastic returns: hvd.elastic.TorchState keeps it as it does a model."""
 
@@ -338,22 +386,19 @@ class Elastic:
 class _ElasticHandler(StateHandler):
     def __init__(self, value: Elastic) -> None:
         super().__init__(value)
+        memory_of(value.optimizer).is_kept = True
         self.save()
 
     def save(self) -> None:
         self._saved = copy.deepcopy(state_dict(self.value.optimizer))
 
     def restore(self) -> None:
-        self._give_up()
-        memory_of(self.value.optimizer).reset()
+        memory = memory_of(self.value.optimizer)
+        _give_up(memory)
+        memory.reset()
         load_state_dict(self.value.optimizer, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        self._give_up()
+        _give_up(memory_of(self.value.optimizer))
         synchronize(self.value.optimizer, 0)
         self.save()
-
-    def _give_up(self) -> None:
-        memory = memory_of(self.value.optimizer)
-        memory.give_up()
-        memory.forget_sent()  # Horovod was started anew, or nothing broke off

@@ -201,6 +201,7 @@ class OptimizerState:
         self.nodes: Place | None = None  # where gradients are summed by nodes first
         # States, until it is known which nodes there are; None: all ranks have the same of all.
         self.loaded: list[dict[str, Any]] | None = []
+        self.is_kept = False  # by an elastic run, for ranks that come later
 
     def begin_step(self) -> None:
         """Called before the first gradient of a step is sent."""
@@ -288,6 +289,11 @@ class OptimizerState:
         """Let all ranks agree again and count from here, before new ranks receive a state."""
         self._broken = self._steps = 0
         self.engine.reset()
+
+
+def optimizers_with_memory() -> list[Any]:
+    """The optimizers that have a state."""
+    return list(_of_optimizer)
 
 
 def memory_of(optimizer: Any) -> OptimizerState:

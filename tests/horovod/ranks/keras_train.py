@@ -2,8 +2,10 @@
 
 import copy
 import pickle
+import shutil
 import tempfile
 from functools import partial
+from pathlib import Path
 
 import cases
 import horovod.tensorflow as hvd
@@ -18,6 +20,7 @@ from sn_compress.engine.engine_state import from_bytes
 from sn_compress.tensorflow.keras import (
     AverageMetrics,
     BroadcastVariables,
+    CompressionBackup,
     DistributedOptimizer,
     memory_of,
 )
@@ -413,6 +416,34 @@ def resume():
     assert "one checkpoint per rank" in said, said
 
 
+def backed_up(epochs, folder):
+    """The weights after some epochs of a run that resumes from a folder."""
+    model = model_of()
+    optimizer = DistributedOptimizer(sgd(), compression=LowRankCompression.using(warmup=2))
+    model.compile(optimizer, loss_of())
+    backup = CompressionBackup(folder, delete_checkpoint=False)
+    model.fit(*data(4), 8, epochs, shuffle=False, verbose=0, callbacks=[backup])
+    assert_equal_ranks(model)
+    return flat_of([v.value for v in model.weights]).numpy()
+
+
+def ended_while_it_wrote():
+    """Ranks resume from one epoch, though each was ended at another point of its writing."""
+    whole = backed_up(4, tempfile.mkdtemp())
+    mine = tempfile.mkdtemp()
+    folder = Path(mine) / f"rank{hvd.rank()}"
+    backed_up(3, mine)
+    if hvd.rank() == 0:  # weights were written, the memory was not
+        (folder / "3").rename(folder / "new")
+        (folder / "new" / "memory.index").unlink()
+    assert np.array_equal(backed_up(4, mine), whole)
+    assert sorted(path.name for path in folder.iterdir()) == ["3", "4"]
+    if hvd.rank() == 0:
+        shutil.rmtree(folder)
+    said = cases.message_of(lambda: backed_up(4, mine))
+    assert "[[0, 0], [3, 4]] epochs, by rank" in said, said
+
+
 def built_by_its_first_batch():
     """A model without an Input, as in Horovod's examples: it has weights behind the first step."""
     keras.utils.set_random_seed(hvd.rank())
@@ -449,5 +480,6 @@ CASES = [
     fit_and_loops, plain, stock_diverges, clip, accumulate, mixed_precision, variables_of_bfloat16,
     shared, groups,
     process_sets, embedding, unused, schedule, callbacks, built_by_its_first_batch,
-    saved_as_what_it_was, copies, in_a_multi_optimizer, resume, refusals,
+    saved_as_what_it_was, copies, in_a_multi_optimizer, resume, ended_while_it_wrote,
+    refusals,
 ]  # fmt: skip

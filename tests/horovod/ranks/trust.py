@@ -1,7 +1,9 @@
 """One rank: what may not go wrong in silence, one function a case."""
 
+import copy
 import gc
 import time
+from functools import partial
 
 import horovod.torch as hvd
 import nets
@@ -83,6 +85,24 @@ def settings_and_names_are_agreed_on_at_the_start():
     for step in range(3):
         for model, optimizer in zip(models, optimizers, strict=True):
             train(model, optimizer, [step])
+
+
+def what_is_loaded_is_of_the_same_step():
+    """A rank that was killed before it saved has the file of the save before."""
+    model = net()
+    optimizer = wrap(model)
+    train(model, optimizer, range(3))
+    states = [copy.deepcopy(SHARED.state_dict(optimizer))]
+    train(model, optimizer, range(3, 5))
+    states.append(copy.deepcopy(SHARED.state_dict(optimizer)))
+    for mine in (states[hvd.rank() % 2], states[0] if hvd.rank() else None):
+        model = net()
+        optimizer = wrap(model)
+        if mine:
+            SHARED.load_state_dict(optimizer, mine)
+        said = said_by_all(partial(backward, model, 5))
+        assert "steps of the loaded memory: " in said, said
+        optimizer._grad_accs.clear()
 
 
 def garbage_is_nothing_to_agree_on():
@@ -268,7 +288,8 @@ def a_wait_has_a_limit():
 
 
 CASES = [
-    settings_and_names_are_agreed_on_at_the_start, garbage_is_nothing_to_agree_on,
+    settings_and_names_are_agreed_on_at_the_start, what_is_loaded_is_of_the_same_step,
+    garbage_is_nothing_to_agree_on,
     calls_agree_too, damage_on_receipt_is_found,
     it_is_found_where_all_travels_plain, equal_ranks_are_never_told_to_differ,
     sparse_gradients_are_in_the_report, a_call_that_failed_leaves_nothing_behind,
