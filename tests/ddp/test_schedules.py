@@ -13,7 +13,6 @@ from sn_compress.collective import Gradient
 from sn_compress.engine import engine_state
 from sn_compress.engine.engine import Engine
 from sn_compress.schedule import Constant, Diminishing, Warmup
-from sn_compress.torch import process_group as rim
 from sn_compress.torch.ddp import CompressionState
 from sn_compress.torch.layout import BucketSlice
 
@@ -21,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "compress"))
 
 from counted import SHAPES, transforms
 
-RANKS = Path(__file__).parent / "ranks"
 N = 50_000
 WARMUP = Warmup(4, Constant(0.9), dense=0.25)
 STEPWISE = Warmup(4, Diminishing(0.99, rate=lambda step: 0.5**step), dense=0.25)
@@ -33,48 +31,6 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-
-
-def expected(schedule, steps: int) -> list[int]:
-    settings = FFTCompression.using(theta=schedule).settings
-    own = settings.schedule()
-    return [settings.codec_of(own.theta(s), 1).payload_bytes(N) for s in range(steps)]
-
-
-def steps_of(state: CompressionState, steps: int, sent: list[int]) -> list[int]:
-    """Bytes of each step's payload."""
-    found = []
-    for seed in range(steps):
-        del sent[:]
-        flat = torch.from_numpy(np.random.default_rng(seed).standard_normal(N).astype("f4"))
-        for _ in state.rounds([(flat, [BucketSlice("w", 0, (N // 200, 200))])]):
-            pass
-        found.append(sent[-1])
-    return found
-
-
-@pytest.fixture
-def sent(alone, monkeypatch):
-    """What is gathered, in bytes."""
-    found, gather = [], rim.all_gather
-
-    def counted(out, wire, **options):
-        found.append(wire.numel())
-        return gather(out, wire, **options)
-
-    monkeypatch.setattr(rim, "all_gather", counted)
-    return found
-
-
-def test_ddp_follows_the_steps(sent):
-    want = expected(STEPWISE, 9)
-    assert len(set(want)) > 4
-    named = [("w", torch.zeros(N))]
-    state = CompressionState(FFTCompression.using(theta=STEPWISE), named_parameters=named)
-    assert steps_of(state, 5, sent) == want[:5]
-    again = CompressionState(FFTCompression.using(theta=STEPWISE), named_parameters=named)
-    again.load_state_dict(state.state_dict())
-    assert steps_of(again, 4, sent) == want[5:]
 
 
 def test_bare_computes_ffts(alone):
@@ -89,13 +45,19 @@ def test_bare_computes_ffts(alone):
 
 
 def test_the_engine_follows_the_steps():
-    """Of gradients that a rim has chosen by itself, as that of TensorFlow does."""
+    """Of gradients that a rim has chosen by itself, as that of TensorFlow does.
+
+    The rims' steps are in programs of ranks, of DDP in ranks/schedules.py.
+    """
+    settings = FFTCompression.using(theta=STEPWISE).settings
+    theta = settings.schedule().theta
+    want = [settings.codec_of(theta(step), 1).payload_bytes(N) for step in range(9)]
+    assert len(set(want)) > 4
 
     def made():
-        settings = FFTCompression.using(theta=STEPWISE).settings
         return Engine(settings, 1, stock="", tuner=None, drops_unused=False)
 
-    own, rng, want, found = made(), np.random.default_rng(0), expected(STEPWISE, 9), []
+    own, rng, found = made(), np.random.default_rng(0), []
     for step in range(9):
         for name in ("0:w", "1:v"):  # of one step, in two calls
             gradient = Gradient(name, (N,), rng.standard_normal(N).astype("f4"))

@@ -62,12 +62,16 @@ def backward(model, optimizer, step, rank):
     nn.functional.cross_entropy(model(x).float(), y).backward()
 
 
+def run(world, model, optimizer, steps):
+    for step in steps:
+        backward(model, optimizer, step, world.rank)
+        optimizer.step()
+
+
 def trained(world, steps=STEPS, make=sgd, dtype=torch.float32, place=None, **settings):
     model = net(dtype)
     optimizer = GossipOptimizer(make(model), **(place or world.places[0]), **settings)
-    for step in range(steps):
-        backward(model, optimizer, step, world.rank)
-        optimizer.step()
+    run(world, model, optimizer, range(steps))
     return model, optimizer
 
 
@@ -182,8 +186,7 @@ def consensus(world):
         momentum = optimizer.state[next(model.parameters())]["momentum_buffer"]
         momenta = torch.stack(world.gather(momentum))
         assert torch.equal(momenta, momenta[:1].expand_as(momenta))
-        backward(model, optimizer, STEPS, world.rank)
-        optimizer.step()
+        run(world, model, optimizer, [STEPS])
         assert optimizer.report()["averages"] == 1
 
 
@@ -207,14 +210,12 @@ def coded(world):
         assert torch.equal(flat(model), flat(trained(world, place=place, **settings)[0]))
     dense = 4 * flat(model).numel()
     assert optimizer.report()["bytes_per_step"] < dense / 4
-    spread = everyone(world, model)
-    apart = (spread - spread.mean(0)).norm(dim=1).mean() / spread.mean(0).norm()
-    alone = everyone(world, trained_alone(world, 40))
-    lonely = (alone - alone.mean(0)).norm(dim=1).mean() / alone.mean(0).norm()
+    alone = net()
+    run(world, alone, sgd(alone), range(40))
+    apart, lonely = (consensus_distance(everyone(world, it)) for it in (model, alone))
     assert apart < 0.7 * lonely, (apart, lonely)
     optimizer.consensus()
-    backward(model, optimizer, 40, world.rank)
-    optimizer.step()
+    run(world, model, optimizer, [40])
 
 
 def settles(world):
@@ -224,22 +225,11 @@ def settles(world):
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     found = []
-    for step in range(30, 390):
-        backward(model, optimizer, step, world.rank)
-        optimizer.step()
-        if step % 120 == 29:
-            found.append(consensus_distance(everyone(world, model)))
+    for first in (30, 150, 270):
+        run(world, model, optimizer, range(first, first + 120))
+        found.append(consensus_distance(everyone(world, model)))
     assert found[-1] < 0.7 * start, (start, found)
     assert found == sorted(found, reverse=True), found
-
-
-def trained_alone(world, steps):
-    model = net()
-    optimizer = sgd(model)
-    for step in range(steps):
-        backward(model, optimizer, step, world.rank)
-        optimizer.step()
-    return model
 
 
 def resume(world):
@@ -262,9 +252,7 @@ def resume(world):
         later.load_state_dict(saved[0])
         resumed.load_state_dict(saved[1])
         for who, optimizer_ in ((later, resumed), (model, optimizer)):  # saving disturbs nothing
-            for step in range(4, STEPS):
-                backward(who, optimizer_, step, world.rank)
-                optimizer_.step()
+            run(world, who, optimizer_, range(4, STEPS))
             assert torch.equal(flat(who), flat(whole)), settings
 
 
@@ -330,8 +318,7 @@ def grown(world):
         if not unfreezes:
             optimizer = sgd(model)
         optimizer = GossipOptimizer(optimizer, **world.places[0])
-        backward(model, optimizer, 0, world.rank)
-        optimizer.step()
+        run(world, model, optimizer, [0])
         if unfreezes:
             more.requires_grad_(True)
         else:

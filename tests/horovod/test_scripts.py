@@ -27,14 +27,20 @@ def of(script, names):
 TRAIN_OF_TWO = of("train.py", """
     gather-fp16 gather-predivide gather-groups
     shared-fp32 shared-fp16 shared-sum shared-accumulate shared-clip shared-unused shared-groups
-    shared-order shared-process-sets shared-join shared-scaler
+    shared-process-sets shared-scaler
 """)  # fmt: skip
-TRAIN_OF_THREE = of("train.py", """
-    gather-fp32 gather-bf16 gather-sum gather-accumulate gather-clip gather-unused
-    gather-groups-bf16 gather-order gather-process-sets gather-paper gather-without-names
-    gather-two-optimizers gather-scaler
-    shared-fp32 shared-bf16 shared-predivide shared-groups-bf16 shared-order shared-join
-""")  # fmt: skip
+TRAIN_OF_THREE = [
+    *of("train.py", """
+        gather-fp32 gather-bf16 gather-sum gather-accumulate gather-clip gather-unused
+        gather-groups-bf16 gather-process-sets gather-paper gather-without-names gather-scaler
+        shared-fp32 shared-bf16 shared-predivide shared-groups-bf16
+    """),
+    "trust:damage_on_its_way_is_an_error_of_all",
+    *of("buckets.py", """
+        the_order_of_the_gradients_changes_no_bit a_rank_that_has_joined_is_asked_for_nothing
+        a_gather_is_refused_once_a_rank_has_joined
+    """),
+]  # fmt: skip
 TRAIN_OF_NODES = of("train.py", """
     gather-fp16 gather-predivide gather-accumulate gather-unused gather-groups-bf16
     gather-process-sets shared-bf16 shared-sum shared-clip shared-groups-bf16 shared-unused
@@ -42,24 +48,24 @@ TRAIN_OF_NODES = of("train.py", """
 # Cases that hold whatever way gradients travel.
 AS_EVER_BY_NODES = [
     *of("behave.py", """
-        mean_is_the_mean not_a_number_reaches_all sparse_travels_as_plain double_travels_as_plain
-        resume gradients_of_two_passes_are_exchanged_once what_is_thrown_away_leaves_no_trace
+        mean_is_the_mean not_a_number_reaches_all sparse_travels_as_plain
+        resume a_gradient_is_exchanged_once what_is_thrown_away_leaves_no_trace
     """),
     *of("buckets.py", """
-        ranks_compute_in_different_orders the_order_of_the_gradients_changes_no_bit
-        a_step_that_broke_off_is_as_if_it_had_never_been
-        what_gathers_goes_on_after_a_step_that_broke_off
+        the_order_of_the_gradients_changes_no_bit a_step_that_broke_off_is_as_if_it_had_never_been
     """),
+    "trust:damage_on_its_way_is_an_error_of_all",
 ]  # fmt: skip
 TENSORFLOW = of("tensorflow_train.py", """
-    fp32 fp16 bf16 paper sum predivide groups groups-listed groups-bf16 shared shared-sum
-    shared-groups generic-names process-sets process-sets-traced
+    fp32 fp16 paper sum predivide groups groups-listed shared shared-sum shared-groups
+    generic-names process-sets process-sets-traced
 """)  # fmt: skip
 TENSORFLOW_OF_THREE = [
     *of("tensorflow_train.py", "bf16 groups shared process-sets-traced"), "keras_train:shared",
     "tensorflow_gathered:many_ranks_have_the_bits_of_the_engine",
+    "tensorflow_nodes:a_rank_joins_without_nodes",
 ]  # fmt: skip
-# In TensorFlow `hvd.join()` can be called once in a process: of the other one here, at its end.
+# In TensorFlow `hvd.join()` can be called once in a process: at the end of each of these.
 OF_SIX = of("tensorflow_nodes.py", "many_nodes_learn_as_without a_rank_joins_at_a_step_on_the_host")
 
 # Scripts that share a start, on so many ranks; the first one is not slow, the one way to train in

@@ -6,6 +6,7 @@ A program is a list CASES of functions; `several.py` runs them.
 import contextlib
 import copy
 import datetime
+import logging
 import sys
 import time
 
@@ -134,6 +135,21 @@ def message_of(call, kinds=(CompressError, RuntimeError)):
     except kinds as error:
         return str(error)
     raise AssertionError("an error was to be raised")
+
+
+@contextlib.contextmanager
+def logged(name="sn_compress", level=logging.WARNING):
+    """What a logger of the package says meanwhile."""
+    said, handler, logger = [], logging.Handler(), logging.getLogger(name)
+    handler.emit = lambda record: said.append(record.getMessage())
+    before = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(level)
+    try:
+        yield said
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(handler)
 
 
 def said_by_all(call):

@@ -4,7 +4,6 @@ Cases of other programs that hold whatever way gradients travel run here as well
 """
 
 import copy
-import logging
 import os
 from functools import partial
 
@@ -21,6 +20,7 @@ from cases import (
     batch,
     everyone,
     hooked,
+    logged,
     loss_of,
     mean,
     message_of,
@@ -131,16 +131,13 @@ def go_on_from(model, compression, saved):
 
 def uneven_nodes_exchange_as_without():
     """Three ranks here and one there: a warning on rank 0, and all exchange with all."""
-    said, handler = [], logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())
-    logging.getLogger("sn_compress").addHandler(handler)
     os.environ["GROUP_RANK"] = str(RANK // 3)
     try:
-        ddp, state = hooked(net(), FFT)
-        train(ddp, range(2))
+        with logged() as said:
+            ddp, state = hooked(net(), FFT)
+            train(ddp, range(2))
     finally:
         start()
-        logging.getLogger("sn_compress").removeHandler(handler)
     assert state.nodes is None
     assert "nodes" not in state.report()
     warned = [text for text in said if "nodes have 3 and 1 ranks" in text]

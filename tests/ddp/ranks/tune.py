@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from cases import RANK, RANKS, assert_equal, everyone, hooked, wrap
+from cases import RANK, RANKS, assert_equal, everyone, hooked, logged, wrap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -42,16 +42,12 @@ def free(routes, **how):
 @contextlib.contextmanager
 def lines(step=free):
     """What the tuner says, where steps are taken to cost so much."""
-    said, handler, logger = [], logging.Handler(), logging.getLogger(tuning.__name__)
-    handler.emit = lambda record: said.append(record.getMessage())
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     tuning.step = step
     try:
-        yield said
+        with logged(tuning.__name__, logging.INFO) as said:
+            yield said
     finally:
         tuning.step = step_of
-        logger.removeHandler(handler)
 
 
 def net():

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
 
 from local_peers import Hall
-from torch_cases import CASES, STEPS, World, backward, flat, net, reference, sgd, trained
+from torch_cases import CASES, World, flat, net, reference, sgd, trained
 
 from sn_compress import CompressError, codec
 from sn_compress.gossip import topology
@@ -37,11 +37,7 @@ def idle_ranks(world):
     if world.rank < size:
         expected = reference(graph, overlap=True)
         for place in ({"group": group}, {"process_set": sets}):
-            model = net()
-            optimizer = GossipOptimizer(sgd(model), topology=graph, **place)
-            for step in range(STEPS):
-                backward(model, optimizer, step, world.rank)
-                optimizer.step()
+            model, _ = trained(world, topology=graph, place=place)
             assert torch.equal(flat(model), expected[world.rank])
         if size < world.size:
             with pytest.raises(CompressError, match="another gossip optimizer"):

@@ -23,45 +23,11 @@ def with_twins(model, width):
     return model
 
 
-def small(seed):
-    torch.manual_seed(seed)
+def ranks_that_differ_all_stop():
+    torch.manual_seed(hvd.rank())
     model = with_twins(nn.Sequential(nn.Linear(6, 24), nn.ReLU(), nn.Linear(24, 3)), 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    settings = {"tolerance": 0.05, "every": 2, "min_width": 4, **CHOSEN}
-    return model, optimizer, Apoptosis(model, optimizer, **settings)
-
-
-def wrap(model, optimizer, compression=hvd.Compression.none):
-    wrapped = hvd.DistributedOptimizer(
-        optimizer, named_parameters=model.named_parameters(), compression=compression
-    )
-    wrapped.state = optimizer.state
-    return wrapped
-
-
-def assert_all_alike(model, optimizer, moment):
-    assert_alike(model)
-    for parameter in model.parameters():
-        assert same_on_all(optimizer.state[parameter][moment])
-
-
-def ranks_shrink_alike():
-    model, optimizer, apoptosis = small(0)
-    opt, changed = wrap(model, optimizer), 0
-    for step in range(8):
-        opt.zero_grad()
-        model(batch(step, 64, 6)).square().mean().backward()
-        opt.step()
-        if apoptosis.step():
-            opt = wrap(model, optimizer)
-            changed += 1
-    assert changed
-    assert model[0].out_features < 24
-    assert_all_alike(model, opt, "momentum_buffer")
-
-
-def ranks_that_differ_all_stop():
-    model, _, apoptosis = small(hvd.rank())
+    apoptosis = Apoptosis(model, optimizer, tolerance=0.05, every=2, min_width=4, **CHOSEN)
     model(torch.randn(64, 6))
     apoptosis.step()
     message_of(apoptosis.step, AgreementError)
@@ -79,7 +45,10 @@ def within_a_budget_and_compressed():
     apoptosis = Apoptosis(model, optimizer, tolerance=0.02, every=4, **CHOSEN)
 
     def begin():
-        wrapped = wrap(model, optimizer, FFT)
+        wrapped = hvd.DistributedOptimizer(
+            optimizer, named_parameters=model.named_parameters(), compression=FFT
+        )
+        wrapped.state = optimizer.state
         apoptosis.carry = lambda: FFTCompression.residuals(wrapped)
         planned = sn_memory.torch.plan(model, batch(0, BATCH, INPUTS), "80%", profile=False)
         peaks.append(planned.sn_memory.plan.peak_bytes)
@@ -103,7 +72,9 @@ def within_a_budget_and_compressed():
     assert model[0].out_features <= WIDTH // 2
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[-1] < peaks[0]
-    assert_all_alike(model, opt, "exp_avg")
+    assert_alike(model)
+    for parameter in model.parameters():
+        assert same_on_all(opt.state[parameter]["exp_avg"])
     assert FFTCompression.report(opt)["ratio"] > 1
 
 
@@ -119,4 +90,4 @@ def check_cut(one, before, weight):
     assert left.abs().sum() > 0
 
 
-CASES = [ranks_shrink_alike, ranks_that_differ_all_stop, within_a_budget_and_compressed]
+CASES = [ranks_that_differ_all_stop, within_a_budget_and_compressed]

@@ -4,8 +4,26 @@ import gc
 import logging
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 
 from sn_compress import CompressError
+from sn_compress.prediction.cost import step as step_of_model
+
+
+class Clock:
+    """Steps take as long as they are set to."""
+
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def priced(seconds, routes, **how):
+    """In the place of the model: a step that compresses takes so long."""
+    found = step_of_model(routes, **how)
+    plain = all(route.method == "plain" for route in routes)
+    return found if plain else replace(found, seconds=seconds)
 
 
 def settle():

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import horovod.torch as hvd
 import torch
+from nets import batch, vector, wrap
 from torch import nn
 
 from sn_compress import FFTCompression, LowRankCompression
@@ -24,16 +25,11 @@ WAYS = {
     "gather": FFTCompression.using(theta=0.9),
     "shared": LowRankCompression.using(warmup=3, ratio=10),
 }
-optimizer = hvd.DistributedOptimizer(
-    torch.optim.SGD(model.parameters(), lr=0.01),
-    named_parameters=model.named_parameters(),
-    compression=WAYS[exchange],
-)
+optimizer = wrap(model, WAYS[exchange], lr=0.01)
 mine = folder / f"rank{hvd.rank()}"
 for step in range(60):
-    torch.manual_seed(100 * step + hvd.rank())
     optimizer.zero_grad()
-    model(torch.randn(8, 128)).square().mean().backward()
+    model(batch(step, 8, 128)).square().mean().backward()
     try:
         optimizer.step()
     except hvd.mpi_ops.HorovodInternalError:
@@ -41,5 +37,4 @@ for step in range(60):
         raise
     mine.write_text(f"step {step}")
     time.sleep(0.05)
-flat = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
-mine.write_text("weights " + hashlib.sha256(flat.numpy().tobytes()).hexdigest())
+mine.write_text("weights " + hashlib.sha256(vector(model).numpy().tobytes()).hexdigest())

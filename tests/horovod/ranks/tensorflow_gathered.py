@@ -10,7 +10,15 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow_sized import LOW, PYTHON, graphs_of
-from tensors import SIDE, fitted, goes_on_where_it_was_saved, mean_of, noise, variables_of
+from tensors import (
+    SIDE,
+    fitted,
+    goes_on_where_it_was_saved,
+    mean_of,
+    means_of,
+    noise,
+    variables_of,
+)
 
 from sn_compress import FFTCompression
 from sn_compress.collective import Gradient
@@ -27,18 +35,6 @@ from engines import carried
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
-
-
-def gradients_of(variables, compression):
-    """A tf.function from x to the average of the variables' gradients, which are x."""
-
-    @tf.function
-    def step(x):
-        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
-            loss = tf.add_n([tf.reduce_sum(v * x) for v in variables])
-        return tape.gradient(loss, variables)
-
-    return step
 
 
 def python_of(function):
@@ -61,7 +57,7 @@ def steps_without_python():
     for compiled in (True, False):
         kernels.serve, hvd.allgather = SERVE if compiled else lambda *_: False, damaging
         fft, variables = FFT.using(), variables_of(2)
-        step = gradients_of(variables, fft)
+        step = means_of(variables, fft)
         steps = [noise(SIDE, SIDE, seed=t) for t in range(12)]
         applied = np.sum([step(tf.constant(x))[1].numpy() for x in steps], axis=0)
         hvd.allgather = gather
@@ -103,7 +99,7 @@ def lost_steps(step, fft, x):
 def compiled_nodes_have_the_bits_of_the_codec():
     """Ranks get the bits that the codec gives by hand."""
     fft, variables = FFT.using(decay=0.5), variables_of(1)
-    step, codec = gradients_of(variables, fft), memory_of(fft).codec
+    step, codec = means_of(variables, fft), memory_of(fft).codec
     states = [codec.new_state(SIDE**2) for _ in range(hvd.size())]
     for t in range(5):
         every = hvd.allgather_object(noise(SIDE, SIDE, seed=t))
@@ -128,7 +124,7 @@ def many_ranks_have_the_bits_of_the_engine():
         # Of each library's own FFT the last bit may be another.
         fft = FFT.using(decay=0.5, **({"transform": "hadamard"} if way == "arrays" else {}))
         variables = variables_of(7)
-        step, settings = gradients_of(variables, fft), fft.settings
+        step, settings = means_of(variables, fft), fft.settings
         run = step.python_function if way == "eager" else step
         engines = [
             Engine(settings, 1, stock="", tuner=None, drops_unused=False) for _ in range(ranks)
@@ -176,7 +172,7 @@ def theta_that_changes_is_traced_again():
     """Python while it changes fast, and a graph for each longer stretch of one theta."""
     fft = FFT.using(theta=Warmup(24, Constant(0.96), dense=0.5))
     variables, wanted = variables_of(1), Warmup(24, Constant(0.96), dense=0.5)
-    step, sent = gradients_of(variables, fft), 0
+    step, sent = means_of(variables, fft), 0
     for t in range(30):
         step(tf.constant(noise(SIDE, SIDE, seed=t)))
         now = memory_of(fft).report()
@@ -208,7 +204,7 @@ def unlike_ranks_and_settings_without_nodes_go_through_python():
 
 def train(fft):
     """How many nodes of a step call Python; ranks are equal."""
-    step = gradients_of(variables_of(1), fft.using())
+    step = means_of(variables_of(1), fft.using())
     for t in range(2):
         found = step(tf.constant(noise(SIDE, SIDE, seed=t)))[0].numpy()
         first, *others = hvd.allgather_object(found)
@@ -229,7 +225,7 @@ def bare_computes_ffts():
     for compiled in (True, False):
         kernels.serve = SERVE if compiled else lambda *_: False
         variables = [tf.Variable(np.zeros(shape, "f4")) for shape in SHAPES]
-        step = gradients_of(variables, FFTCompression.using(check_every=0))
+        step = means_of(variables, FFTCompression.using(check_every=0))
         for _ in range(3):
             step(tf.constant(1.0))
         found = [node.op for node in graphs_of(step)]

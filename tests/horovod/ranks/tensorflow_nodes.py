@@ -8,6 +8,9 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+import tensors
+from tensors import assert_equal_ranks as assert_alike
+from tensors import flat_of, means_of
 
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.errors import CompressError
@@ -57,12 +60,7 @@ def train(variables, compression, steps, *, graph=True):
 
 
 def vector(variables):
-    return np.concatenate([np.ravel(v.numpy()) for v in variables])
-
-
-def assert_alike(variables):
-    every = hvd.allgather_object(vector(variables).tobytes())
-    assert all(each == every[0] for each in every)
+    return flat_of(variables).numpy()
 
 
 def each_tensor_has_one_owner_in_a_node():
@@ -95,11 +93,10 @@ def given(step, shapes):
 def takes(variables, compression, applies=None):
     """A step whose gradients are what it is called with."""
 
+    means = means_of(variables, compression, graph=False)
+
     def step(*wanted):
-        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
-            pairs = zip(variables, wanted, strict=True)
-            loss = tf.add_n([tf.reduce_sum(v * w) for v, w in pairs])
-        gradients = tape.gradient(loss, variables)
+        gradients = means(*wanted)
         if applies is None or applies:
             for variable, gradient in zip(variables, gradients, strict=True):
                 variable.assign_sub(gradient)
@@ -114,7 +111,6 @@ def nodes_of_a_graph_have_the_bits_of_the_host():
         ends = []
         for graph in (False, True):
             variables, own = net(shapes), fresh(way)
-
             before, step = vector(variables), takes(variables, own)
             run = tf.function(step) if graph else step
             for at in range(16):
@@ -329,22 +325,20 @@ def one_state_is_not_enough_for_other_nodes():
             assert "Load the list" in said, said
 
 
-def a_rank_that_joins(way, steps):
+def a_rank_that_joins(variables, own, step, steps, *, graph=True, advice="with hierarchy=None"):
     """Refused by all others before anything is summed, also what travels plain; all can go on.
 
     Once in a process: in TensorFlow `hvd.join()` of Horovod 0.28.1 returns at once when it is
     called a second time.
     """
-    variables, own = net(), fresh(way)
-    step = step_of(variables, own)
     for at in range(steps):
         step(batch(at))
-    assert bool(memory_of(own).graphs) == (way == "fft")
+    assert bool(memory_of(own).graphs) == graph
     before = vector(variables)
     if hvd.rank():
         said = cases.message_of(partial(step, batch(steps)), REFUSED)
         assert "another rank called hvd.join()" in said, said
-        assert "with hierarchy=None" in said, said
+        assert advice in said, said
     hvd.join()
     assert np.array_equal(vector(variables), before)
     assert_alike(variables)
@@ -355,12 +349,21 @@ def a_rank_that_joins(way, steps):
 
 
 def a_rank_joins_at_a_step_of_the_graph():
-    a_rank_that_joins("fft", 4)
+    variables, own = net(), fresh("fft")
+    a_rank_that_joins(variables, own, step_of(variables, own), 4)
 
 
 def a_rank_joins_at_a_step_on_the_host():
-    with cases.on_nodes_of(2, hvd.rank()):
-        a_rank_that_joins("low rank", 1)  # of two dense ones
+    variables, own = net(), fresh("low rank")
+    with cases.on_nodes_of(2, hvd.rank()):  # the first of two dense steps
+        a_rank_that_joins(variables, own, step_of(variables, own), 1, graph=False)
+
+
+def a_rank_joins_without_nodes():
+    """A gather is refused; what travels plain is summed as Horovod does it, so there is none."""
+    variables, own = tensors.variables_of(2, side=64), fresh("fft")
+    step = tensors.step_of(variables, own)
+    a_rank_that_joins(variables, own, step, 4, advice="use LowRankCompression")
 
 
 def many_nodes_learn_as_without():

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.autograph.impl.api import StagingError
-from tensors import SIDE, mean_of, variables_of
+from tensors import SIDE, mean_of, means_of, variables_of
 
 from sn_compress import AutoCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.tensorflow.keras import DistributedOptimizer
@@ -20,6 +20,7 @@ ARRAYS = FFTCompression.using(theta=0.9, transform="hadamard")  # no compiled no
 LOW = LowRankCompression.using(ratio=20, warmup=2, every=1000)
 DENSE = LowRankCompression.using(ratio=20, warmup=2, every=4)  # Python functions, again and again
 CLASSES = {"fft": FFT, "arrays": ARRAYS, "low": LOW, "dense": DENSE}
+EAGER = ("fft", "low", "dense")  # no nodes there, so that "arrays" is as "fft"
 
 
 def batch(step):
@@ -62,26 +63,25 @@ def same(one, other, why):
         assert np.array_equal(a, b), (why, np.abs(a - b).max())
 
 
-def trained(compression, way, drops, steps=8, traced=True):
-    """Weights after some steps; `drops` of each, what is thrown away behind it."""
-    compression = compression.using()
+def trained(compression, way, drops, traced):
+    """Weights after eight steps; `drops` of each, what is thrown away behind it."""
     variables = variables_of(2)
-    run = {"rejected": rejected, "other place": other_place, "loop": in_a_loop}[way](
-        variables, compression
-    )
+    makes = {"rejected": rejected, "other place": other_place, "loop": in_a_loop}
+    run = makes[way](variables, compression.using())
     run = tf.function(run) if traced else run
     if way == "loop":
-        for first in range(0, steps, 4):
-            wanted = [2 if drops and step > 3 else 1 for step in range(first, first + 4)]
-            run(tf.stack([batch(s) for s in range(first, first + 4)]), tf.constant(wanted))
+        for first in (0, 4):
+            steps = range(first, first + 4)
+            wanted = [2 if drops and step > 3 else 1 for step in steps]
+            run(tf.stack([batch(step) for step in steps]), tf.constant(wanted))
     else:
         yes, no = (True, False) if way == "other place" else (tf.constant(True), tf.constant(False))
-        for step in range(steps):
+        for step in range(8):
             run(batch(step), tf.constant(1.0), yes)
             if drops and step > 2:
                 for extra in range(1 + step % 2):
                     run(batch(50 + step + extra), tf.constant(1e4), no)
-    return numpy_of(variables), compression
+    return numpy_of(variables)
 
 
 def rejected(variables, compression):
@@ -125,11 +125,12 @@ def in_a_loop(variables, compression):
 
 
 def what_is_thrown_away_leaves_no_trace():
-    """To the bit, in one graph with a branch, in two graphs, and in a loop inside of a graph."""
-    each = {"fft": ("rejected", "other place", "loop"), "arrays": ("other place",)}
-    each |= {"low": ("rejected", "loop"), "dense": ("rejected",)}
-    for name, way in ((name, way) for name, ways in each.items() for way in ways):
-        never, other = (trained(CLASSES[name], way, drops)[0] for drops in (False, True))
+    """To the bit: in a graph with a branch, in two graphs, in a loop inside of one, eagerly."""
+    traced = {"fft": ("rejected", "other place", "loop"), "arrays": ("other place",)}
+    traced |= {"low": ("rejected", "loop"), "dense": ("rejected",)}
+    rows = [(name, way, True) for name, ways in traced.items() for way in ways]
+    for name, way, graph in [*rows, *((name, "rejected", False) for name in EAGER)]:
+        never, other = (trained(CLASSES[name], way, drops, graph) for drops in (False, True))
         if name != "dense":  # dropped steps count, so dense ones come at others
             same(never, other, (name, way))
         assert all(np.isfinite(it).all() for it in other)
@@ -137,47 +138,24 @@ def what_is_thrown_away_leaves_no_trace():
         same(first, last, name)
 
 
-def what_is_thrown_away_eagerly_leaves_no_trace():
-    for name, compression in CLASSES.items():
-        never, other = (
-            trained(compression, "rejected", drops, traced=False)[0] for drops in (False, True)
-        )
-        if name != "dense":
-            same(never, other, name)
-
-
-def asked_for(variable, compression):
-    """A function from a gradient to its mean."""
-
-    def step(wanted, factor=1.0):
-        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
-            loss = factor * tf.reduce_sum(variable * wanted)
-        return tape.gradient(loss, [variable])[0]
-
-    return step
-
-
 def nothing_else_is_lost():
     """All that was applied, and what is left, are what ranks computed: dense steps among them."""
-    for name, compression in CLASSES.items():
-        for traced in (True, False):
-            compression = compression.using()
-            variables = variables_of(1)
-            run = asked_for(variables[0], compression)
-            run = tf.function(run) if traced else run
-            before, plain = variables[0].numpy().astype("f8"), np.zeros((SIDE, SIDE))
-            rng = np.random.default_rng(hvd.rank())
-            for at in range(14):
-                for factor in (1.0,) if at == 0 else (100.0, 100.0, 1.0)[at % 2 :]:
-                    wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
-                    mean = run(tf.constant(wanted), tf.constant(factor))
-                variables[0].assign_sub(mean)
-                plain += mean_of(wanted)
-            left = mean_of(residuals(compression)[0])
-            applied = before - variables[0].numpy()
-            error = np.abs(applied + left.reshape(SIDE, SIDE) - plain).max()
-            assert error < 2e-4, (name, traced, error)
-            assert np.abs(left).max() > 0.1, "nothing was dropped by compression?"
+    for name, traced in (*((name, True) for name in CLASSES), *((name, False) for name in EAGER)):
+        compression, variables = CLASSES[name].using(), variables_of(1)
+        run = means_of(variables, compression, graph=traced)
+        before, plain = variables[0].numpy().astype("f8"), np.zeros((SIDE, SIDE))
+        rng = np.random.default_rng(hvd.rank())
+        for at in range(14):
+            for factor in (1.0,) if at == 0 else (100.0, 100.0, 1.0)[at % 2 :]:
+                wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
+                (mean,) = run(tf.constant(factor * wanted))
+            variables[0].assign_sub(mean)
+            plain += mean_of(wanted)
+        left = mean_of(residuals(compression)[0])
+        applied = before - variables[0].numpy()
+        error = np.abs(applied + left.reshape(SIDE, SIDE) - plain).max()
+        assert error < 2e-4, (name, traced, error)
+        assert np.abs(left).max() > 0.1, "nothing was dropped by compression?"
 
 
 def of_two_optimizers_one_may_skip():
@@ -185,12 +163,11 @@ def of_two_optimizers_one_may_skip():
     for name in ("fft", "arrays", "low"):
         compression = CLASSES[name].using()
         both = [tf.Variable(np.zeros((SIDE, SIDE), "f4")) for _ in range(2)]
+        means = means_of(both, compression, graph=False)
 
         @tf.function
-        def step(wanted, skips, compression=compression, both=tuple(both)):
-            with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
-                loss = tf.reduce_sum(both[0] * wanted[0]) + tf.reduce_sum(both[1] * wanted[1])
-            found = tape.gradient(loss, list(both))
+        def step(wanted, skips, both=both, means=means):
+            found = means(wanted[0], wanted[1])
             tf.cond(skips, lambda: None, lambda: apply(both[:1], found[:1]))
             apply(both[1:], found[1:])
 
@@ -291,7 +268,7 @@ def gradients_may_be_added_up():
         variable = tf.Variable(np.zeros((SIDE, SIDE), "f4"))
         memory = memory_of(compression)
         memory.accumulates = accumulates
-        step = tf.function(asked_for(variable, compression))
+        step = means_of([variable], compression)
         rng = np.random.default_rng(hvd.rank())
         plain = np.zeros((SIDE, SIDE))
         with cases.logged() as warnings:
@@ -299,7 +276,7 @@ def gradients_may_be_added_up():
                 total = tf.zeros((SIDE, SIDE))
                 for _ in range(3):
                     wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
-                    total += step(tf.constant(wanted))
+                    total += step(tf.constant(wanted))[0]
                     plain -= mean_of(wanted)
                 variable.assign_sub(total)
         left = mean_of(residuals(compression)[0])
@@ -413,8 +390,8 @@ def a_choice_of_methods_follows_too():
 
 
 CASES = [
-    what_is_thrown_away_leaves_no_trace, what_is_thrown_away_eagerly_leaves_no_trace,
-    nothing_else_is_lost, of_two_optimizers_one_may_skip, a_scaler_that_skips_leaves_no_trace,
+    what_is_thrown_away_leaves_no_trace, nothing_else_is_lost, of_two_optimizers_one_may_skip,
+    a_scaler_that_skips_leaves_no_trace,
     an_exception_is_a_gradient_thrown_away, a_generator_goes_through_the_discriminator,
     gradients_may_be_added_up, a_loss_scale_changes_nothing, a_gradient_is_exchanged_once,
     a_norm_over_all_ranks_may_clip_what_an_optimizer_averages, applied_twice_is_sent_twice,

@@ -4,7 +4,7 @@ import cases
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from tensors import assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
+from tensors import assert_equal_ranks, fitted, noise, step_of, variables_of
 
 from sn_compress import LowRankCompression
 from sn_compress.ops import products
@@ -25,10 +25,7 @@ def graphs_of(function):
     pending = list(found[0])
     while pending:
         node = pending.pop()
-        rare = node.op in ("If", "StatelessIf") and node.name.rpartition("/")[2].startswith(
-            "sn_rare"
-        )
-        if rare:
+        if node.op.endswith("If") and node.name.rpartition("/")[2].startswith("sn_rare"):
             continue
         for attr in node.attr.values():
             for function in [attr.func, *attr.list.func]:
@@ -131,25 +128,6 @@ def unlike_hardware_is_asked_about():
         assert_equal_ranks(variables)
 
 
-def eager_tapes_of_one_shape_keep_apart():
-    """Outside of a tf.function Horovod keeps one graph for all of them: each has its own memory."""
-    low, nets = LOW.using(check_every=0), variables_of(2)
-    kept = [np.zeros((48, 48)) for _ in nets]
-    for t in range(6):
-        for i, net in enumerate(nets):
-            x = noise(48, 48, seed=2 * t + i)
-            with hvd.DistributedGradientTape(tf.GradientTape(), compression=low) as tape:
-                loss = tf.reduce_sum(net * x)
-            kept[i] += mean_of(x)
-            kept[i] -= tape.gradient(loss, [net])[0].numpy()
-    assert sorted(memory_of(low).exchange().tensors) == ["0:w0", "1:w1"]
-    for i, name in enumerate(("0:w0", "1:w1")):
-        left = memory_of(low).exchange().residual(name).reshape(48, 48)
-        mean = mean_of(left)
-        assert np.linalg.norm(mean) > 1
-        np.testing.assert_allclose(kept[i], mean, atol=1e-4)
-
-
 def keras_fits_in_both_forms():
     """Dense and sized in turns, in inner graphs: two steps in a call; a branch of a step."""
     for per_call, passes in ((2, 1), (1, 2)):
@@ -190,5 +168,5 @@ CASES = [
     an_ordinary_step_calls_no_python, ranks_stay_equal_over_the_forms,
     a_step_that_is_lost_changes_no_memory,
     damaged_sums_end_the_step, a_size_that_was_outgrown_is_chosen_anew,
-    unlike_hardware_is_asked_about, eager_tapes_of_one_shape_keep_apart, keras_fits_in_both_forms,
+    unlike_hardware_is_asked_about, keras_fits_in_both_forms,
 ]  # fmt: skip

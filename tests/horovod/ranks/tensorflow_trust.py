@@ -1,6 +1,7 @@
 """One rank: what may not go wrong in silence in TensorFlow and Keras, one function a case."""
 
 import re
+from functools import partial
 
 import cases
 import horovod.tensorflow as hvd
@@ -63,25 +64,21 @@ def tapes_agree_at_the_start():
 
 def damage_is_found_by_tapes():
     """Of what travels compressed, dense or gathered, and plain; nothing is found before."""
+
+    def train(step, variables):
+        for number in range(30):
+            step(tf.constant(number))
+            if number == 11 and hvd.rank() == 1:  # as one bit in what it received would
+                damaged = variables[1].numpy()
+                damaged.view(np.uint32).flat[3] ^= 1 << 18
+                variables[1].assign(damaged)
+
     for settings, shape, graph in (
         (SHARED, (48, 48), True), (GATHER, (48, 48), True), (GATHER, (48, 48), False),
         (SHARED, (7,), True),
     ):  # fmt: skip
         variables, fft = variables_of("a", "b", shape=shape), settings.using()
-        step = tape_step(variables, fft, graph)
-        reached = [0]
-
-        def train(step=step, variables=variables, reached=reached):
-            for number in range(30):
-                reached[0] = number
-                step(tf.constant(number))
-                if number == 11 and hvd.rank() == 1:  # as one bit in what it received would
-                    damaged = variables[1].numpy()
-                    damaged.view(np.uint32).flat[3] ^= 1 << 18
-                    variables[1].assign(damaged)
-
-        said = said_by_all(train)
-        assert reached[0] == 15, (reached, said)
+        said = said_by_all(partial(train, tape_step(variables, fft, graph), variables))
         assert "b:0: " in said, said
         assert "after step 15, they were the same after step 10" in said, said
         # At the start, and three times since; then the words of what differs.
@@ -132,14 +129,11 @@ def tensors_without_a_shape_are_in_the_report():
     assert memory_of(fft).report()["payload_bytes"] == 4 * 150
 
 
-def model_of(embedding=False, swap=False):
+def model_of(embedding=False):
     keras.utils.set_random_seed(0)
     layers = [keras.layers.Dense(48, activation="tanh") for _ in range(2)]
     first = [keras.layers.Embedding(200, 48), keras.layers.Flatten()] if embedding else []
-    model = keras.Sequential([keras.Input((1,) if embedding else (48,)), *first, *layers])
-    if swap:
-        layers[0].name, layers[1].name = layers[1].name, layers[0].name
-    return model
+    return keras.Sequential([keras.Input((1,) if embedding else (48,)), *first, *layers])
 
 
 def fit(model, compression, steps=1, callbacks=(), name="sgd", **options):
@@ -158,18 +152,15 @@ def keras_agrees_at_the_start():
         keras.layers.Dense(1)  # from here on this rank's layers have other numbers, which is right
     fit(model_of(), SHARED, 2)
     extra = []
-    for word, options in (
-        ("setting ratio: 8 on rank 0, 4 on rank 1", {"fft": SHARED.using(ratio=4 if odd else 8)}),
-        ("groups: 1 on rank 0, 2 on rank 1", {"groups": 1 + odd}),
-        ("number of optimizers: ", {}),
+    for word, fft, groups in (
+        ("setting ratio: 8 on rank 0, 4 on rank 1", SHARED.using(ratio=4 if odd else 8), None),
+        ("groups: 1 on rank 0, 2 on rank 1", SHARED, 1 + odd),
+        ("number of optimizers: ", SHARED, None),
     ):
         keras.backend.clear_session()
-        options = dict(options)
-        groups = options.pop("groups", None)
         if word.startswith("number") and odd:
             extra.append(DistributedOptimizer(keras.optimizers.SGD(0.1)))
-        fft = options.get("fft", SHARED)
-        said = said_by_all(lambda fft=fft, groups=groups: fit(model_of(), fft, groups=groups))
+        said = said_by_all(partial(fit, model_of(), fft, groups=groups))
         assert word in said, said
     # Those of the cases before have failed, and the errors hold them.
     first, second = re.findall(r"(\d+) on rank", said)
@@ -181,10 +172,7 @@ def keras_agrees_at_the_start():
 class Damage(keras.callbacks.Callback):
     """At the end of one step, on one rank."""
 
-    reached = 0
-
     def on_train_batch_end(self, batch, logs=None):
-        self.reached = batch
         if batch == 6 and hvd.rank() == 1:
             variable = self.model.trainable_variables[1]
             variable.assign(variable + 1e-6)
@@ -192,10 +180,7 @@ class Damage(keras.callbacks.Callback):
 
 def damage_is_found_in_keras():
     for settings in (SHARED, GATHER):
-        damage = Damage()
-        fft = settings.using()
-        said = said_by_all(lambda fft=fft, d=damage: fit(model_of(), fft, 30, callbacks=[d]))
-        assert damage.reached == 9, (damage.reached, said)
+        said = said_by_all(partial(fit, model_of(), settings.using(), 30, callbacks=[Damage()]))
         assert "after step 10, they were the same after step 5" in said, said
 
 

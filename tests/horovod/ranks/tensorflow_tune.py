@@ -1,6 +1,5 @@
 """One rank: AutoCompression in TensorFlow; the clock says that it pays, or that it does not."""
 
-from dataclasses import replace
 from functools import partial
 
 import cases
@@ -8,11 +7,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from tensorflow_sized import PYTHON, graphs_of
-from tensors import assert_equal_ranks, fitted, mean_of, noise, step_of, variables_of
+from tensors import assert_equal_ranks, fitted, mean_of, means_of, noise, step_of, variables_of
 
 import sn_compress.prediction.tuning as tuning
 from sn_compress import AutoCompression
-from sn_compress.prediction.cost import step as step_of_model
 from sn_compress.prediction.rates import FREE
 from sn_compress.tensorflow.agreement import total
 from sn_compress.tensorflow.tape import memory_of
@@ -20,26 +18,10 @@ from sn_compress.tensorflow.tape import memory_of
 AUTO = AutoCompression.using(ratio=20, warmup=2, every=200, check_every=7)
 
 
-class Clock:
-    """Each step of this training takes as long as it is told to."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def free(pays, routes, **how):
-    """In the place of the model: a compressed step takes no time, or for ever."""
-    found = step_of_model(routes, **how)
-    plain = all(route.method == "plain" for route in routes)
-    return found if plain else replace(found, seconds=0.0 if pays else 1e9)
-
-
 def tune(auto, pays):
     """A tuner with a clock of ours, for which compression is worth a trial, or not."""
-    tuning.step = partial(free, pays)
-    memory, clock = memory_of(auto), Clock()
+    tuning.step = partial(cases.priced, 0.0 if pays else 1e9)
+    memory, clock = memory_of(auto), cases.Clock()
     memory.tuner = tuning.Tuner(
         auto.settings,
         ranks=hvd.size(),
@@ -57,18 +39,6 @@ def run(step, steps, memory, clock, trial_s, begin=0):
         found.append(step(tf.constant(noise(48, 48, seed=t))))
         clock.now += trial_s if memory.tuner.choice != "plain" else 1.0
     return found
-
-
-def means_of(variables, compression):
-    """A step that returns mean gradients, which depend on its input alone."""
-
-    @tf.function
-    def step(x):
-        with hvd.DistributedGradientTape(tf.GradientTape(), compression=compression) as tape:
-            loss = tf.add_n([tf.reduce_sum(v * x * (i + 1)) for i, v in enumerate(variables)])
-        return tape.gradient(loss, variables)
-
-    return step
 
 
 def sums_and_python(function):
@@ -252,7 +222,7 @@ def where_no_graph_can_be_traced_again_it_is_an_error():
 
 def keras_fits():
     """By a clock that nobody knows; whatever it says, ranks stay equal."""
-    tuning.step = partial(free, True)
+    tuning.step = partial(cases.priced, 0.0)
     memory = fitted(AUTO, 40)
     report = memory.report()
     assert report["tuned"] == 1, report

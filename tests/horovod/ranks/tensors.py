@@ -49,6 +49,21 @@ def step_of(variables, compression, **options):
     return step
 
 
+def means_of(variables, compression, *, graph=True, **options):
+    """From what the variables' gradients are to be, one of each or one for all, to their means."""
+
+    def step(*wanted):
+        with hvd.DistributedGradientTape(
+            tf.GradientTape(), compression=compression, **options
+        ) as tape:
+            every = wanted if len(wanted) > 1 else wanted * len(variables)
+            pairs = zip(variables, every, strict=True)
+            loss = tf.add_n([tf.reduce_sum(v * gradient) for v, gradient in pairs])
+        return tape.gradient(loss, variables)
+
+    return tf.function(step) if graph else step
+
+
 def flat_of(variables):
     return tf.concat([tf.reshape(tf.cast(v, tf.float32), [-1]) for v in variables], 0)
 

@@ -8,7 +8,7 @@ from functools import cache
 
 import horovod.torch as hvd
 import torch
-from nets import assert_alike, batch, same_on_all, vector, wrap
+from nets import assert_alike, same_on_all, vector, wrap
 from torch import nn
 
 from sn_compress import FFTCompression, LowRankCompression
@@ -74,25 +74,6 @@ def train(dtype=torch.float32, *, way=GATHER, clip=False, branch=True, passes=1,
     return model, optimizer
 
 
-def order(way):
-    """Rank 0 builds its graph in another order, and so its hooks fire in another order."""
-    torch.manual_seed(0)
-    sides = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
-    optimizer = wrap(sides, way, lr=0.05)
-    fired = []
-    for name, parameter in sides.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: fired.append(name))
-    for step in range(STEPS):
-        fired.clear()
-        optimizer.zero_grad()
-        x = batch(step, 8, 64)
-        sum(side(x).square().mean() for side in (sides[::-1] if hvd.rank() else sides)).backward()
-        optimizer.step()
-    orders = hvd.allgather_object(fired)
-    assert orders[0] != orders[1], "this test was to make the orders differ"
-    assert_alike(sides)
-
-
 @cache
 def halves():
     """Process sets of the even ranks and of the odd ones; Horovod makes none of the same twice."""
@@ -113,39 +94,6 @@ def without_names(way):
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
     assert FFTCompression.report(optimizer)["tensors"] == 1
-
-
-def two_optimizers(way):
-    """Two nets with the same parameter names keep their memories apart."""
-    nets = [nn.Linear(64, 64, bias=False) for _ in range(2)]
-    optimizers = [wrap(net, way, [(f"net{i}.weight", net.weight)]) for i, net in enumerate(nets)]
-    for net, optimizer in zip(nets, optimizers, strict=True):
-        net(torch.randn(4, 64)).sum().backward()
-        optimizer.step()
-    for i, optimizer in enumerate(optimizers):
-        state = FFTCompression.state_dict(optimizer)
-        assert list(state["feedback"]["memory"]) == [f"net{i}.weight"]
-
-
-def join(way):
-    """Rank r has 12 + r batches; the others wait for none, and the last rank's state holds."""
-    torch.manual_seed(0)
-    model = Net()
-    optimizer = wrap(model, way, lr=0.05)
-
-    def step(number):
-        optimizer.zero_grad()
-        model(batch(number, 8, 96), True).square().mean().backward()
-        optimizer.step()
-
-    for _ in range(2):  # two epochs
-        for number in range(12 + hvd.rank()):
-            step(number)
-        last = hvd.join()
-        hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-        FFTCompression.synchronize(optimizer, root_rank=last)
-    step(20)
-    assert_alike(model)
 
 
 def spoil_once():
@@ -205,12 +153,9 @@ CASES = {
     "unused": lambda way: train(way=way, branch=False),
     "groups": lambda way: train(way=way, groups=2),
     "groups-bf16": lambda way: train(torch.bfloat16, way=way, groups=2),
-    "order": order,
     "process-sets": process_sets,
     "without-names": without_names,
-    "two-optimizers": two_optimizers,
     "scaler": scaler,
-    "join": join,
 }
 
 

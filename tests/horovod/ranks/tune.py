@@ -1,39 +1,21 @@
 """One rank: train with AutoCompression; the clock says that it pays, or that it does not."""
 
 import logging
-from dataclasses import replace
 from functools import partial
 
 import horovod.torch as hvd
 import torch
-from cases import logged
+from cases import Clock, logged, priced, step_of_model
 from nets import assert_alike, batch, wrap
 from torch import nn
 
 from sn_compress import AutoCompression
 from sn_compress.prediction import tuning
-from sn_compress.prediction.cost import step as step_of
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch import horovod as rim
 from sn_compress.torch.under_horovod.memory import memory_of
 
 STEPS = 40
-
-
-class Clock:
-    """Each step of this training takes as long as it is told to."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
-def free(routes, **how):
-    """A step in which what is compressed takes no time: so it is tried."""
-    found = step_of(routes, **how)
-    plain = all(route.method == "plain" for route in routes)
-    return found if plain else replace(found, seconds=0.0)
 
 
 class Training:
@@ -74,13 +56,13 @@ def by_the_real_clock():
 
 
 def trained(trial_s):
-    tuning.step = free
+    tuning.step = partial(priced, 0.0)  # so compression is tried
     try:
         with logged(tuning.__name__, logging.INFO) as lines:
             training = Training(trial_s)
             report = training.run(STEPS)
     finally:
-        tuning.step = step_of
+        tuning.step = step_of_model
     assert "shared" in training.seen
     assert training.memory.engine.tuner.settled
     return training, report, lines
