@@ -3,13 +3,9 @@
 import copy
 import gc
 import time
-<<<<<<< HEAD
-from functools import partial
-=======
 from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
->>>>>>> td
 
 import horovod.torch as hvd
 import numpy as np
@@ -296,17 +292,10 @@ def a_wait_has_a_limit():
 
 
 CASES = [
-<<<<<<< HEAD
     settings_and_names_are_agreed_on_at_the_start, what_is_loaded_is_of_the_same_step,
     garbage_is_nothing_to_agree_on,
-    calls_agree_too, damage_on_receipt_is_found,
-    it_is_found_where_all_travels_plain, equal_ranks_are_never_told_to_differ,
-    sparse_gradients_are_in_the_report, a_call_that_failed_leaves_nothing_behind,
-=======
-    settings_and_names_are_agreed_on_at_the_start, garbage_is_nothing_to_agree_on,
     calls_agree_too, damage_on_receipt_is_found, damage_on_its_way_is_an_error_of_all,
     equal_ranks_are_never_told_to_differ,
     a_call_that_failed_leaves_nothing_behind,
->>>>>>> td
     calls_of_many_settings_keep_a_bounded_number_of_memories, a_wait_has_a_limit,
 ]  # fmt: skip
