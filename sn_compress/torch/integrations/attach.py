@@ -90,7 +90,7 @@ def load(state: CompressionState | None, folder: str | Path, number: int = 0) ->
 def start_empty(state: CompressionState, what: str) -> None:
     """Empty the memory, as training goes on from a checkpoint without one, and say so.
 
-    It may be of later steps: those of a run that goes back, or of a finder of learning rates.
+    It may be that of later steps, where a run goes back.
     """
     state.engine.exchange.restart({})
     state.engine.forget_step()
