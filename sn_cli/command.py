@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -58,6 +59,33 @@ def add_command(commands: Any, name: str, run: Run, **words: str) -> argparse.Ar
     made.add_argument("--json", action="store_true", help="answer as JSON on standard output")
     made.set_defaults(run=run)
     return made
+
+
+def positive(text: str) -> float:
+    """A finite number above 0."""
+    return _number(text, lambda number: number > 0, "a number above 0")
+
+
+def not_negative(text: str) -> float:
+    """A finite number, 0 or more."""
+    return _number(text, lambda number: number >= 0, "a number, 0 or more")
+
+
+def count(text: str) -> int:
+    """A whole number, 1 or more."""
+    if not (text.isascii() and text.isdigit() and int(text)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected 1, 2, 3 ...")
+    return int(text)
+
+
+def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not (math.isfinite(number) and fits(number)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected {expected}")
+    return number
 
 
 def output_file(text: str) -> str:

@@ -22,7 +22,7 @@ from sn_compress.prediction.rates import FREE, GLOO, RECORDED, Rates
 from sn_compress.settings import Settings
 from sn_compress.text_table import text_table
 
-from ..command import Answer, add_command, picture_file
+from ..command import Answer, add_command, count, not_negative, picture_file, positive
 
 PLOTTED_RANKS = tuple(2**power for power in range(1, 11))
 MOST_GPUS = 16_384
@@ -60,9 +60,9 @@ def add_predict(commands: Any) -> None:
         "--model", default="gpt2-small", choices=sorted(MODELS), help="(default gpt2-small)"
     )
     how_many = flags.add_mutually_exclusive_group(required=True)
-    how_many.add_argument("--ranks", type=int, help="each with a link of its own")
-    how_many.add_argument("--nodes", type=int, help="of --gpus ranks each, which share a link")
-    flags.add_argument("--gpus", type=int, help="of a node (default 8)")
+    how_many.add_argument("--ranks", type=count, help="each with a link of its own")
+    how_many.add_argument("--nodes", type=count, help="of --gpus ranks each, which share a link")
+    flags.add_argument("--gpus", type=count, help="of a node (default 8)")
     flags.add_argument(
         "--inside",
         metavar="LINK",
@@ -71,19 +71,24 @@ def add_predict(commands: Any) -> None:
     )
     flags.add_argument(
         "--cores",
-        type=int,
+        type=count,
         help="of a node that trains on its CPU: its ranks share them, to compute, to encode, and "
         "to move bytes by Gloo; left out, each rank has enough of them",
     )
     flags.add_argument(
-        "--gbit", type=float, required=True, help="of each rank's or node's link, 1e9 bits/s"
+        "--gbit", type=positive, required=True, help="of each rank's or node's link, 1e9 bits/s"
     )
-    flags.add_argument("--latency-us", type=float, default=50, help="of one message (default 50)")
+    flags.add_argument(
+        "--latency-us", type=not_negative, default=50, help="of one message (default 50)"
+    )
     flags.add_argument(
         "--ratio", type=float, default=Settings().ratio, help="of LowRankCompression"
     )
     flags.add_argument(
-        "--compute-ms", type=float, default=0, help="forward and backward pass; 0: exchange alone"
+        "--compute-ms",
+        type=not_negative,
+        default=0,
+        help="forward and backward pass; 0: exchange alone",
     )
     flags.add_argument("--overlap", action="store_true", help="exchange beside the backward pass")
     flags.add_argument(
@@ -159,14 +164,12 @@ def _link(args: argparse.Namespace) -> Link:
             raise CompressError("--gpus and --inside are of nodes; say --nodes, not --ranks")
         return Link.of_gbit(args.gbit, latency_s=latency_s)
     gpus, name = 8 if args.gpus is None else args.gpus, args.inside or "nvlink"
-    if args.nodes < 1 or gpus < 1:
-        raise CompressError(f"--nodes {args.nodes} --gpus {gpus}; expected one or more of each")
     if (inside := INSIDE.get(name)) is None:
         try:
-            gbit = float(name)
-        except ValueError:
+            gbit = positive(name)
+        except argparse.ArgumentTypeError:
             raise CompressError(
-                f"--inside {name}; expected {', '.join(INSIDE)} or a number of Gbit/s"
+                f"--inside {name}; expected {', '.join(INSIDE)} or Gbit/s above 0"
             ) from None
         inside = Link.of_gbit(gbit, latency_s=INSIDE["pcie"].latency_s)
     # One GPU has none beside it.

@@ -13,7 +13,7 @@ from sn_memory.base.progress import progress_output
 from sn_memory.base.sizes import parse_bytes, show_bytes
 from sn_memory.cost.devices import DEVICES, is_here
 
-from ..command import Answer, add_command, picture_file
+from ..command import Answer, add_command, picture_file, positive
 from .fit_picture import save_fits
 from .naming import MODEL_HELP, Given, GraphBinding, read_model
 
@@ -58,7 +58,7 @@ def add_estimate(commands: Any) -> None:
     )
     it.add_argument(
         "--host-speed",
-        type=_positive,
+        type=positive,
         default=100.0,
         metavar="GB/S",
         help="what the memory of that host moves, for updates that it makes (default 100, assumed)",
@@ -190,16 +190,6 @@ def _optimizer(options: argparse.Namespace, given: Given) -> Any:
     if given.rim.__name__ != "sn_memory.torch":
         return options.optimizer
     return import_module(_BY_NAME).optimizer_of(options.optimizer)
-
-
-def _positive(text: str) -> float:
-    try:
-        found = float(text)
-    except ValueError:
-        found = 0.0
-    if not 0 < found < float("inf"):
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a number above 0")
-    return found
 
 
 def _numbers(text: str) -> tuple[int, int]:

@@ -198,6 +198,7 @@ class Engine:
     def new_step(self) -> None:
         """Let the next gradient begin a step, whatever became of the last one."""
         self._seen.clear()
+        self.traffic.new_step()
 
     def forget_step(self) -> None:
         """Forget the step under way, as another state has been loaded."""

@@ -107,6 +107,7 @@ def advice(received: Mapping[CompressionName, float]) -> str:
 METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
 _OF_OWNERS: tuple[Method, ...] = ("plain", "shared", "gather")
 BY_NODES = {f"{method} by nodes": method for method in _OF_OWNERS}
+MOST_RANKS = 2**20  # of any run, as of more the sums by which ranks compare do not fit an int64
 _TOKEN_BYTES = 4  # of the zero that Horovod all-reduces for each compressed tensor
 
 
@@ -446,7 +447,8 @@ def predict(
             f"predict: ranks={ranks!r}, {link.gpus} a node, {len(layers)} layers; expected one "
             "layer or more, and nodes of as many ranks each, one or more"
         )
-
+    if ranks > MOST_RANKS:
+        raise CompressError(f"predict: {ranks:,} ranks; expected {MOST_RANKS:,} ranks or fewer")
     by_method = routes_by_method(
         layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates, host=host
     )  # fmt: skip
@@ -475,7 +477,7 @@ def predict(
             Row(
                 method=name,
                 step=of,
-                ratio=4 * elements / of.sent_bytes,
+                ratio=4 * elements / of.sent_bytes if of.sent_bytes else 1.0,
                 speedup=seconds("plain", link) / of.seconds if of.seconds else 1.0,
                 break_even_gbit=8e-9 * limits[0],
                 break_even_fp16_gbit=8e-9 * limits[1],

@@ -11,10 +11,13 @@ be.
 
 from __future__ import annotations
 
+import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer
 
 from ..collective import Collective
 from ..errors import CompressError, UncalledWarning
@@ -30,6 +34,8 @@ from .outcomes import live_objects, watch_optimizers
 # torch 2.13 gave them other names, and warns under the old ones.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_STEPS_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
 class Collectives:
@@ -232,7 +238,8 @@ class CallWatch:
         self.any_step = False
         self._ended = weakref.WeakMethod(ended)
         self._parameters: set[int] = set()
-        self._stepping: Any = None  # the optimizer in whose step this is, of several the outer one
+        # The optimizer in whose step this is, of several the outer one; see `_running`.
+        self._stepping: Any = None
         self._passes = 0  # in that step
         watch_optimizers(self)
 
@@ -242,7 +249,7 @@ class CallWatch:
 
     def begin_pass(self) -> None:
         """A backward pass begins; CompressError if it is the second one in an optimizer's step."""
-        optimizer = self._stepping and self._stepping()
+        optimizer = self._running()
         self._passes += 1
         if optimizer is not None and self._passes > 1:
             kind = type(optimizer).__qualname__
@@ -255,8 +262,7 @@ class CallWatch:
 
     def begin_step(self, optimizer: Any) -> None:
         """See watch_optimizers; a step may have another optimizer's step in it, as ZeRO's has."""
-        outer = self._stepping and self._stepping()
-        if self._mine(optimizer) and outer in (None, optimizer):
+        if self._mine(optimizer) and self._running() in (None, optimizer):
             self._stepping, self._passes = weakref.ref(optimizer), 0
 
     def end_step(self, optimizer: Any) -> None:
@@ -283,6 +289,30 @@ class CallWatch:
                 UncalledWarning,
                 stacklevel=4,  # past our hook and torch's wrapper, where the step is called
             )
+
+    @torch.compiler.disable  # a compiled step calls what begins and ends it
+    def _running(self) -> Any:
+        """The optimizer in whose step this is; None where its step has ended with an exception.
+
+        torch says nothing of such an end, so this looks whether somebody still is in the step: on
+        any thread, as the backward pass of a GPU has one of its own.
+        """
+        optimizer = self._stepping and self._stepping()
+        if optimizer is None:
+            return None
+        frames = sys._current_frames()
+        frames[threading.get_ident()] = sys._getframe(1)  # not this one, which would hold itself
+        for frame in frames.values():
+            at: FrameType | None = frame
+            while at is not None:
+                # Of torch's wrapper around every step, which calls the hooks: to read the locals
+                # of any other would hold them.
+                is_step = at.f_code.co_filename == _STEPS_FILE
+                if is_step and at.f_locals.get("self") is optimizer:
+                    return optimizer
+                at = at.f_back
+        self._stepping = None
+        return None
 
     def _mine(self, optimizer: Any) -> bool:
         if not self._parameters:

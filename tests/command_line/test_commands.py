@@ -106,13 +106,7 @@ def test_no_is_an_answer_and_no_mistake(files, capsys):
         (["memory", "estimate", "none.json"], "cannot be read as JSON"),
         (["memory", "plan", "alexnet"], "neither --budget nor --device"),
         (["memory", "plan", "alexnet", "--device", "h10"], "Did you mean 'h100'?"),
-        (["compress", "predict", "--model", "resnet50", "--ranks", "0", "--gbit", "1"], "ranks=0"),
-        (["compress", "predict", "--model", "resnet50", "--ranks", "8", "--gbit", "0"], "above 0"),
-        (["compress", "predict", "--ranks", "8", "--gbit", "1", "--latency-us", "nan"], "seconds"),
-        (["compress", "predict", "--ranks", "8", "--gbit", "1", "--compute-ms", "nan"], "seconds"),
-        (["compress", "predict", "--ranks", "8", "--gbit", "1", "--compute-ms", "-5"], "seconds"),
-        (["compress", "predict", "--nodes", "0", "--gbit", "1"], "--nodes 0 --gpus 8"),
-        (["compress", "predict", "--nodes", "2", "--gpus", "0", "--gbit", "1"], "--gpus 0"),
+        (["compress", "predict", "--ranks", "1000000000", "--gbit", "1"], "1,048,576 ranks"),
         (["compress", "predict", "--nodes", "2", "--gbit", "1", "--inside", "usb"], "nvlink, pcie"),
         (["compress", "predict", "--nodes", "2", "--gbit", "1", "--inside", "-1"], "above 0"),
         (["compress", "predict", "--ranks", "2", "--gbit", "1", "--gpus", "2"], "say --nodes"),
@@ -143,6 +137,20 @@ def test_usage_is_two(capsys, words):
     code, out, err = run(capsys, *words)
     assert (code, out) == (2, "")
     assert err.startswith("usage: sn")
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [("--gbit", "0", "a number above 0"), ("--gbit", "nan", "a number above 0"),
+     ("--latency-us", "nan", "a number, 0 or more"), ("--compute-ms", "-5", "a number, 0 or more"),
+     ("--ranks", "0", "1, 2, 3 ..."), ("--nodes", "0", "1, 2, 3 ..."), ("--gpus", "0", "1, 2, 3"),
+     ("--cores", "-1", "1, 2, 3 ...")],
+)  # fmt: skip
+def test_a_number_is_refused_by_the_name_of_its_flag(capsys, flag, value, expected):
+    of = [] if flag in ("--ranks", "--nodes") else ["--nodes", "2"]
+    code, out, err = run(capsys, "compress", "predict", *of, "--gbit", "1", f"{flag}={value}")
+    assert (code, out) == (2, "")
+    assert f"argument {flag}: got {value!r}, expected {expected}" in err
 
 
 @pytest.mark.parametrize(

@@ -258,10 +258,19 @@ def test_prediction_refuses_what_it_cannot_mean():
         layers("lenet")
     with pytest.raises(CompressError, match="ranks"):
         predict(layers("alexnet"), ranks=0, link=LINK)
+    with pytest.raises(CompressError, match="1,048,576 ranks or fewer"):
+        predict(layers("alexnet"), ranks=10**9, link=LINK)
     with pytest.raises(CompressError, match="bytes_per_s"):
         Link(0)
     with pytest.raises(CompressError, match="one more"):
         Route("x", (("allreduce", 1), ("allreduce", 2)), (0.0,))
+
+
+def test_layers_without_elements_are_predicted():
+    for empty in ([Layer("a", (0, 4))], [Layer("a", (0,)), Layer("b", (0, 4))]):
+        found = predict(empty, ranks=8, link=LINK)
+        assert [row.ratio for row in found.rows] == [1.0] * len(found.rows)
+        assert "0 parameters" in found.table()
 
 
 def test_measured_rates_are_seconds():

@@ -3,6 +3,7 @@
 One rank in this process; whole loops on two are the recipes (tests/docs/test_code_blocks.py).
 """
 
+import gc
 import sys
 import warnings
 from types import SimpleNamespace
@@ -15,7 +16,13 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim import optimizer  # noqa: E402
 
-from sn_compress import CompressError, LowRankCompression, MissingExtra, UncalledWarning  # noqa: E402
+from sn_compress import (  # noqa: E402
+    CompressError,
+    FFTCompression,
+    LowRankCompression,
+    MissingExtra,
+    UncalledWarning,
+)
 from sn_compress.torch import integrations  # noqa: E402
 from sn_compress.torch.ddp import CompressionState, compression_hook  # noqa: E402
 from sn_compress.torch.integrations import attach  # noqa: E402
@@ -75,6 +82,37 @@ def test_steps_of_another_optimizer_do_not_count(group):
     del held
 
 
+def test_a_step_that_raised_is_over(group):
+    """Backward passes behind it are in no step, and steps of other optimizers are no inner ones."""
+    model = net()
+    state = CompressionState(SMALL.using(check_every=1), named_parameters=model.named_parameters())
+    ddp = DistributedDataParallel(model)
+    ddp.register_comm_hook(state, compression_hook)
+    first = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def closure():
+        ddp(torch.ones(4, 64)).square().mean().backward()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        first.step(closure)
+    train(ddp, 3)
+    assert state.engine.sameness.same_at == 3
+
+
+def test_two_models_that_take_turns_are_two_steps(group):
+    models = {"maker": net(), "judge": net()}
+    named = [(f"{key}.{n}", p) for key, m in models.items() for n, p in m.named_parameters()]
+    state = CompressionState(SMALL, named_parameters=named)
+    both = [DistributedDataParallel(model) for model in models.values()]
+    for ddp in both:
+        ddp.register_comm_hook(state, compression_hook)
+    for _ in range(3):
+        for ddp in both:
+            train(ddp, 1)
+    assert state.report()["steps"] == 6
+
+
 def followed(model):
     outcomes = Outcomes()
     for name, parameter in model.named_parameters():
@@ -84,6 +122,7 @@ def followed(model):
 
 @pytest.mark.parametrize("watch", [lambda model: CompressionState(SMALL), followed])
 def test_what_is_dead_leaves_no_hook_behind(group, watch):
+    gc.collect()  # what other tests have left
     before, model = len(optimizer._global_optimizer_post_hooks), net()
     watching = watch(model)
     assert len(optimizer._global_optimizer_post_hooks) == before + 1
@@ -196,6 +235,19 @@ def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
     state = CompressionState(SMALL, named_parameters=net().named_parameters())
     with pytest.warns(UncalledWarning, match="which starts empty"):
         attach.load(state, tmp_path)
+
+
+def test_going_back_to_a_checkpoint_without_a_memory_empties_it(group, tmp_path):
+    for compression in (SMALL, FFTCompression.using(theta=0.9)):
+        ddp = DistributedDataParallel(net())
+        state = attach.attach(ddp, compression, "a test")
+        empty = str(state.exchange.state_dict())
+        train(ddp)
+        assert str(state.exchange.state_dict()) != empty
+        with pytest.warns(UncalledWarning, match="which starts empty"):
+            attach.load(state, tmp_path)
+        assert str(state.exchange.state_dict()) == empty
+        train(ddp)
 
 
 def test_a_checkpoint_of_lightning_without_a_memory_is_said(group):

@@ -157,17 +157,23 @@ def kinds(world):
     assert flat(model).dtype == torch.bfloat16
     assert optimizer.report()["averages"] > 0
     # All ranks the same data: gossip must then change nothing at all.
-    alone, model = net(), net()
-    plain, gossip = sgd(alone), GossipOptimizer(sgd(model), **world.places[0])
-    schedule = torch.optim.lr_scheduler.StepLR(gossip, 3, 0.5)
-    other = torch.optim.lr_scheduler.StepLR(plain, 3, 0.5)
-    for step in range(STEPS):
-        for who, optimizer in ((alone, plain), (model, gossip)):
-            backward(who, optimizer, step, 0)
-            optimizer.step()
-        schedule.step()
-        other.step()
-    assert torch.equal(flat(alone), flat(model))
+    for schedule_first in (False, True):
+        alone, model = net(), net()
+        plain, mine = sgd(alone), sgd(model)
+        schedules = [torch.optim.lr_scheduler.StepLR(plain, 3, 0.5)]
+        if schedule_first:
+            schedules.append(torch.optim.lr_scheduler.StepLR(mine, 3, 0.5))
+        gossip = GossipOptimizer(mine, **world.places[0])
+        if not schedule_first:
+            schedules.append(torch.optim.lr_scheduler.StepLR(gossip, 3, 0.5))
+        for step in range(STEPS):
+            for who, optimizer in ((alone, plain), (model, gossip)):
+                backward(who, optimizer, step, 0)
+                optimizer.step()
+            for schedule in schedules:
+                schedule.step()
+        assert gossip.report()["steps"] == STEPS
+        assert torch.equal(flat(alone), flat(model))
 
 
 def consensus(world):

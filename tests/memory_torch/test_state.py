@@ -190,6 +190,22 @@ def test_loops(make, update, in_place, loop):
     assert trains_alike(pair(make, "50%", update, in_place=in_place), batches(6), **loop)
 
 
+@pytest.mark.parametrize("update", ["step", "backward"])
+def test_a_scheduler_may_be_made_before_the_plan(monkeypatch, update):
+    """It puts a step into the optimizer, which is not that of the plan."""
+    schedulers = {}
+
+    def scheduled(parameters):
+        optimizer = torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+        schedulers[optimizer] = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+        return optimizer
+
+    monkeypatch.setitem(OPTIMIZERS, "scheduled", scheduled)
+    both = pair("scheduled", "50%", update)
+    assert trains_alike(both, batches(6), scheduler=schedulers.get)
+    assert both[2].param_groups[0]["lr"] == both[3].param_groups[0]["lr"] < 0.1
+
+
 def test_what_needs_all_gradients_says_so_where_they_are_used_up():
     mine, _, optimizer, _ = pair("adamw", "50%", "backward")
     mine(batches(1)[0]).backward()

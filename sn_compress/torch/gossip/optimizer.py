@@ -16,6 +16,7 @@ it would have been, whatever the optimizer makes of w in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -143,4 +144,12 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     optimizer._sn = Gossip(optimizer, peers, settings, bucket_bytes)
     same_name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     optimizer.__class__ = type(cls.__name__, (_Gossiping, cls), same_name)
+    # A scheduler made before has put a step into the object, which would hide that of the class.
+    if (own := vars(optimizer).get("step")) is not None:
+
+        @wraps(own)  # keeps the mark by which the scheduler knows it
+        def step(closure: Any = None) -> Any:
+            return optimizer._sn.step(own, closure)
+
+        optimizer.step = step
     return optimizer

@@ -73,7 +73,7 @@ def load(state: CompressionState | None, folder: str | Path, number: int = 0) ->
     own_file = _file(folder, state.rank, number)
     first = own_file if own_file.exists() else _file(folder, 0, number)
     if not first.exists():
-        warn_of_none(f"{folder} has no {own_file.name}")
+        start_empty(state, f"{folder} has no {own_file.name}")
         return
     saved = torch.load(first, map_location="cpu", weights_only=True)
     if saved["ranks"] != state.ranks:
@@ -87,8 +87,13 @@ def load(state: CompressionState | None, folder: str | Path, number: int = 0) ->
     state.load_state_dict(saved)
 
 
-def warn_of_none(what: str) -> None:
-    """Say that training goes on from a checkpoint, and its memory begins empty."""
+def start_empty(state: CompressionState, what: str) -> None:
+    """Empty the memory, as training goes on from a checkpoint without one, and say so.
+
+    It may be that of later steps, where a run goes back.
+    """
+    state.engine.exchange.restart({})
+    state.engine.forget_step()
     warnings.warn(
         f"{what}: no memory of compressed gradients, which starts empty. This is expected if the "
         "checkpoint was saved without compression.",

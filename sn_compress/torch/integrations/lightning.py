@@ -55,7 +55,7 @@ class LightningCompression(Callback):  # type: ignore[misc]
             if self._saved:
                 self.state.load_state_dict(self._saved)
             else:
-                attach.warn_of_none(f"the checkpoint of Lightning has no {_KEY!r}")
+                attach.start_empty(self.state, f"the checkpoint of Lightning has no {_KEY!r}")
         self._saved = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
@@ -306,6 +307,16 @@ def replace_step(optimizer: torch.optim.Optimizer, state: Any) -> None:
     optimizer.__class__ = kind
     # Hooks of a step run around the whole of it.
     optimizer._patch_step_function()
+    # A scheduler made before has put a step into the object, which would hide that of the class.
+    own = vars(optimizer).get("step")
+    if own is not None and hasattr(own, "_wrapped_by_lr_sched"):
+
+        @wraps(own)  # keeps the mark by which the scheduler knows it
+        def step(*args: Any, **kwargs: Any) -> Any:
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # as the scheduler's notes
+            return kind.step(optimizer, *args, **kwargs)
+
+        optimizer.step = step  # type: ignore[method-assign]
 
 
 def step_without(optimizer: torch.optim.Optimizer, updated_ids: Mapping[int, Any]) -> None:
