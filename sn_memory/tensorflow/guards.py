@@ -131,6 +131,39 @@ def argument_tensors(args: Any) -> list[Any]:
     return [array for array in arrays if not isinstance(array, tf.Variable)]
 
 
+def constants_of(arguments: tuple[Any, ...]) -> dict[tuple[Hashable, ...], Any]:
+    """Return what of a step's arguments is no tensor, by its place: constants of its trace.
+
+    Variables are: a trace reads those it was given.
+    """
+    return {path: leaf for path, leaf in _leaves(arguments, ()) if not _is_tensor(leaf)}
+
+
+def check_constants(planned: Mapping[Any, Any], arguments: tuple[Any, ...]) -> None:
+    """Raise ValueError where arguments hold other constants than those a step was planned with."""
+    now = constants_of(arguments)
+    for path in {**planned, **now}:
+        one, other = (values.get(path, _NOT_PLAIN) for values in (planned, now))
+        if not (one is other or (isinstance(one, SIMPLE) and _is_default(one, other))):
+            got, expected = (
+                "a tensor, or nothing" if value is _NOT_PLAIN else f"{value!r:.200}"
+                for value in (other, one)
+            )
+            raise ValueError(
+                f"got {got} as argument {'.'.join(map(str, path))} (the first is 0), expected "
+                f"{expected}, with which the step was planned: what is no tensor is a constant of "
+                "its plan. Pass a tensor there, or plan the step for each value."
+            )
+
+
+def _is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is handed to a trace as tensors: an array, a ragged tensor, an iterator."""
+    if isinstance(leaf, tf.Variable):
+        return False
+    kinds = tf.TypeSpec, tf.__internal__.CompositeTensor
+    return isinstance(leaf, kinds) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
+
+
 def refilled(results: Any, tensors: Sequence[Any]) -> Any:
     """Return a structure with its tensors replaced, in their order."""
     rest = iter(tensors)

@@ -221,3 +221,30 @@ def test_fit_with_weights_of_samples_and_a_metric():
         model.fit(x, y, 16, 1, verbose=0, shuffle=False)
         losses.append(history.history["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_what_is_no_tensor_is_a_constant_of_a_planned_step():
+    """Other values, another model or another variable were ignored: the sample's were used."""
+
+    def step(model, x, rate, scale=1.0):
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_sum(model(x, training=True) ** 2)
+        weight = model.trainable_variables[0]
+        weight.assign_sub(rate * tape.gradient(loss, weight.value))
+        return loss
+
+    one, other, rate = dense(32, 2), dense(32, 2), tf.Variable(0.1)
+    planned = rim.plan_step(step, (one, X, rate, 2.0), "100%", profile=False, planner="sqrt_n")
+    assert float(planned(one, X.numpy(), rate, 2.0)) > 0
+    before = [it.numpy() for it in other.trainable_variables]
+    wrong = {
+        "0": (other, X, rate, 2.0),
+        "2": (one, X, tf.Variable(0.0), 2.0),
+        "3": (one, X, rate, 3.0),
+        "3 ": (one, X, rate),
+        " 3": (one, X, rate, tf.constant(2.0)),
+    }
+    for place, args in wrong.items():
+        with pytest.raises(ValueError, match=f"as argument {place.strip()} .*plan the step for"):
+            planned(*args)
+    np.testing.assert_array_equal(before[0], other.trainable_variables[0])

@@ -6,7 +6,8 @@ into a graph, and op_seconds.py measures their costs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...cost.devices import NOMINAL, is_here, speeds
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from ..errors import warn
+from ..guards import constants_of
 from ..memory import bytes_of, main_device
 from ..model import call_arguments, has_values
 from .capture import (
@@ -43,11 +45,13 @@ class Trace:
     captured : the ops behind it
     structure : of a step, what it returns, with the symbolic tensors of the trace in it; of a
         model, what was seen at its `call`: arguments, results, variables, gradients
+    constants : of a step's arguments, what is no tensor, by its place
     """
 
     named: GraphBinding
     captured: Captured
     structure: Any
+    constants: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -145,7 +149,7 @@ def trace(
         costs.measure(captured.nodes[at] for at in named.node_of.values())
         costs.save(place)
         named = graph_of(costs)
-    return Trace(named, captured, structure)
+    return Trace(named, captured, structure, constants_of(args))
 
 
 def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Trace) -> Trace:
