@@ -39,11 +39,13 @@ _NOT_PLAIN = object()
 class Call:
     """A call of a model: its arguments, its key among all calls, and its tensors.
 
+    training : True; or None, where a gradient is taken of a call that does not say so
     why : it has no key
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    training: bool | None = True
     key: Hashable = None
     tensors: list[Any] = field(default_factory=list)
     why: str = ""
@@ -53,14 +55,18 @@ class Call:
 
 
 def call_of(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    training: bool | None = True,
 ) -> tuple[Hashable, list[Any]]:
     """Return the key of a call, by which it is planned for, and its tensors in a fixed order.
 
-    The same argument by place and by name is the same call; `training` and defaults do not count.
+    The same argument by place and by name is the same call; defaults do not count.
     Raises TraceError for what is neither a tensor nor a plain value, such as a RaggedTensor.
 
     signature : of the model's `call`
+    training : as in Call, whether or not `call` takes it
     """
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -68,9 +74,8 @@ def call_of(
             bound.update(bound.pop(name, {}))
         elif name in bound and _is_default(bound[name], parameter.default):
             del bound[name]
-    # A plan is of training alone.
     bound.pop("training", None)
-    key: list[Hashable] = []
+    key: list[Hashable] = [] if training else [(("training",), type(training), training)]
     tensors = []
     for path, leaf in _leaves(dict(sorted(bound.items())), ()):
         if isinstance(leaf, tf.Tensor):

@@ -248,3 +248,49 @@ def test_what_is_no_tensor_is_a_constant_of_a_planned_step():
         with pytest.raises(ValueError, match=f"as argument {place.strip()} .*plan the step for"):
             planned(*args)
     np.testing.assert_array_equal(before[0], other.trainable_variables[0])
+
+
+class Plain(keras.Model):
+    """Its `call` takes no `training`, so Keras' `fit` does not say that it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = [keras.layers.Dense(128, "gelu") for _ in range(5)]
+        self.drop, self.last = keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(32)
+
+    def call(self, x):
+        for layer in self.all:
+            x = layer(x)
+        return self.last(self.drop(x))
+
+
+def test_a_model_that_is_not_told_that_it_trains_trains_as_planned():
+    """Before, it ran without its plan and without a word."""
+    x = normal(256, 32)
+
+    def trained(plan):
+        keras.utils.set_random_seed(1)
+        model = Plain()
+        model(x)
+        model = rim.plan(model, x, "85%", profile=False) if plan else model
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        losses = model.fit(x, x, 256, epochs=3, verbose=0).history["loss"]
+        # No training: nothing of these is planned.
+        model.evaluate(x, x, verbose=0)
+
+        @tf.function
+        def saliency(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                out = model(x)
+            return tape.gradient(out, x)
+
+        return [losses, saliency(x), *model.get_weights()], model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rim.PlanWarning)
+        mine, planned = trained(plan=True)
+    for one, other in zip(mine, trained(plan=False)[0], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    kinds = [it.inputs for it in planned.sn_memory.kinds]
+    assert kinds == ["x=float32[256, 32]", "training=None, x=float32[256, 32]"]

@@ -166,7 +166,8 @@ class _Taped:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
-        key, inputs = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
+        signature, training = self._call_signature, seen["training"]  # type: ignore[attr-defined]
+        key, inputs = call_of(signature, args, kwargs, training)
         others = seen.get("others", [])
         variables = [*uncast(self.trainable_variables), *others]  # type: ignore[attr-defined]
         with (
@@ -205,7 +206,11 @@ class _Taped:
 
 
 def capture_model(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    training: bool | None = True,
 ) -> tuple[Captured, dict[str, Any]]:
     """Trace a Keras model in training; return the step and what was seen at its `call`.
 
@@ -214,11 +219,11 @@ def capture_model(
     """
     check_model(model)
     twin = twin_of(model, _Taped)
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"training": training}
     twin.__dict__["_sn_memory_seen"] = seen
 
     def called(*inputs: Any, **named: Any) -> Any:
-        return twin(*inputs, **named, training=True)
+        return twin(*inputs, **named, training=training)
 
     def traced() -> Any:
         function = tf.function(called, autograph=False)

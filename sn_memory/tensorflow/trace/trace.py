@@ -152,16 +152,23 @@ def trace(
     return Trace(named, captured, structure, constants_of(args))
 
 
-def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Trace) -> Trace:
+def trace_like(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    before: Trace,
+    *,
+    training: bool | None = True,
+) -> Trace:
     """Record a training step of a model that was traced before, for other arguments; no op is run.
 
     Ops of one model have the same names at any batch size and length: seconds and workspaces are
     those of the trace before, scaled by the number of elements.
 
-    args, kwargs : of the model's call, with tf.TensorSpec in the place of tensors
+    args, kwargs, training : of the model's call, with tf.TensorSpec in the place of tensors
     before : its device and what counts beside a step are taken over
     """
-    captured, structure = capture_model(model, args, kwargs)
+    captured, structure = capture_model(model, args, kwargs, training=training)
     nodes = {name: before.captured.nodes[at] for name, at in before.named.node_of.items()}
     named = to_graph(
         captured,
