@@ -83,6 +83,9 @@ def _estimate(options: argparse.Namespace) -> Answer:
         raise PlanError(
             "got --picture without --device, whose table is the picture. Pass --device."
         )
+    for flag, default in (("cards", [1]), ("amp", False)):
+        if getattr(options, flag) != default:
+            raise PlanError(f"got --{flag} without --device, for which alone it is computed.")
     budget = None if options.budget is None else parse_bytes(options.budget)
     length = options.sequence[0] if options.sequence else None
     given = _given(named, options, options.batch[0] if options.batch else 1, length)
@@ -125,8 +128,12 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
             "kept on the host. Pass --optimizer."
         )
     if first.rim.__name__ != "sn_memory.torch":
+        _check_flags_of_keras(named, options)
         found = first.rim.estimate(
-            first.model, first.sample, optimizer=first.optimizer, device=options.device
+            first.model,
+            first.sample,
+            optimizer=_optimizer(options, first),
+            device=options.device,
         )
         data: dict[str, Any] = {
             f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
@@ -171,17 +178,30 @@ def _given(
 ) -> Given:
     """Return the model and a sample of a batch, which is resized if its function takes none."""
     given = named.at(batch=batch, sequence=length)
-    resizes = "batch" not in named.sizes and (options.device or options.batch)
     if given.rim.__name__ != "sn_memory.torch":
-        if resizes:
-            raise PlanError(f"got --batch, but {named.named} has no parameter `batch`. Add one.")
+        _check_flags_of_keras(named, options)
         return given
     if options.dtype is not None:
         given.model.to(import_module(_BY_NAME).DTYPES[options.dtype])
-    if resizes:
+    if "batch" not in named.sizes and (options.device or options.batch):
         resized = import_module("sn_memory.torch.estimate").resized
         given = given._replace(sample=resized(given.sample, batch))
     return given
+
+
+def _check_flags_of_keras(named: GraphBinding, options: argparse.Namespace) -> None:
+    """Raise PlanError for flags that would be ignored where the model is one of Keras."""
+    if options.batch and "batch" not in named.sizes:
+        raise PlanError(f"got --batch, but {named.named} has no parameter `batch`. Add one.")
+    for flag, default in (("cards", [1]), ("dtype", None), ("amp", False), ("picture", None)):
+        if getattr(options, flag) != default:
+            raise PlanError(f"got --{flag} for a Keras model, where nothing computes it.")
+    low, high = options.batch or (1, 1)
+    if low < high or len(options.sequence or ()) > 1:
+        raise PlanError(
+            "got several sizes for a Keras model; expected one. The largest batch is that of "
+            "`sn_memory.tensorflow.estimate(model, sample).largest_batch(budget)`."
+        )
 
 
 def _optimizer(options: argparse.Namespace, given: Given) -> Any:

@@ -93,6 +93,8 @@ class Program:
         # Of the sources of a model's gradients, which have one; and what its results look like.
         self.has_gradient: tuple[bool, ...] = ()
         self.results: Any = None
+        # The sources that are no variables of the model.
+        self.others: list[Any] = []
         if self.captured.placeholders:
             targets = [action.target for action in self.actions]
             self.boundary = targets.index(LOSS)
@@ -100,6 +102,7 @@ class Program:
                 gradient is not None for gradient in traced.structure["gradients"]
             )
             self.results = traced.structure["results"]
+            self.others = traced.structure["others"]
         # Per storage, the values that lie in it: a buffer, and the views of it.
         self.values: dict[str, list[int]] = {}
         for value, root in self.named.buffers.root.items():
@@ -113,7 +116,8 @@ class Program:
 
     def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
         """Put the planned passes of a call into the graph; return the results of the call."""
-        outs = _differentiable(self, call.tensors, model.trainable_variables)
+        sources = [*uncast(model.trainable_variables), *self.others]
+        outs = _differentiable(self, call.tensors, sources)
         return refilled(self.results, outs)
 
     @property
@@ -440,7 +444,7 @@ def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any
         return outs, backward
 
     # Arguments only so that the tape asks for their gradients: the planned ops read the variables.
-    read = [tf.convert_to_tensor(variable) for variable in uncast(variables)]
+    read = [tf.convert_to_tensor(variable) for variable in variables]
     results = _as_list(passes(*read))
     registered += {result.op.get_attr("_gradient_op_type").decode() for result in results}
     return results

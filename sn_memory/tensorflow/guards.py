@@ -39,11 +39,13 @@ _NOT_PLAIN = object()
 class Call:
     """A call of a model: its arguments, its key among all calls, and its tensors.
 
+    training : True; or None, where a gradient is taken of a call that does not say so
     why : it has no key
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    training: bool | None = True
     key: Hashable = None
     tensors: list[Any] = field(default_factory=list)
     why: str = ""
@@ -53,14 +55,18 @@ class Call:
 
 
 def call_of(
-    signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]
+    signature: inspect.Signature,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    training: bool | None = True,
 ) -> tuple[Hashable, list[Any]]:
     """Return the key of a call, by which it is planned for, and its tensors in a fixed order.
 
-    The same argument by place and by name is the same call; `training` and defaults do not count.
+    The same argument by place and by name is the same call; defaults do not count.
     Raises TraceError for what is neither a tensor nor a plain value, such as a RaggedTensor.
 
     signature : of the model's `call`
+    training : as in Call, whether or not `call` takes it
     """
     bound = dict(signature.bind(*args, **kwargs).arguments)
     for name, parameter in signature.parameters.items():
@@ -68,9 +74,8 @@ def call_of(
             bound.update(bound.pop(name, {}))
         elif name in bound and _is_default(bound[name], parameter.default):
             del bound[name]
-    # A plan is of training alone.
     bound.pop("training", None)
-    key: list[Hashable] = []
+    key: list[Hashable] = [] if training else [(("training",), type(training), training)]
     tensors = []
     for path, leaf in _leaves(dict(sorted(bound.items())), ()):
         if isinstance(leaf, tf.Tensor):
@@ -129,6 +134,39 @@ def argument_tensors(args: Any) -> list[Any]:
     leaves = tf.nest.flatten(args, expand_composites=True)
     arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
     return [array for array in arrays if not isinstance(array, tf.Variable)]
+
+
+def constants_of(arguments: tuple[Any, ...]) -> dict[tuple[Hashable, ...], Any]:
+    """Return what of a step's arguments is no tensor, by its place: constants of its trace.
+
+    Variables are: a trace reads those it was given.
+    """
+    return {path: leaf for path, leaf in _leaves(arguments, ()) if not _is_tensor(leaf)}
+
+
+def check_constants(planned: Mapping[Any, Any], arguments: tuple[Any, ...]) -> None:
+    """Raise ValueError where arguments hold other constants than those a step was planned with."""
+    now = constants_of(arguments)
+    for path in {**planned, **now}:
+        one, other = (values.get(path, _NOT_PLAIN) for values in (planned, now))
+        if not (one is other or (isinstance(one, SIMPLE) and _is_default(one, other))):
+            got, expected = (
+                "a tensor, or nothing" if value is _NOT_PLAIN else f"{value!r:.200}"
+                for value in (other, one)
+            )
+            raise ValueError(
+                f"got {got} as argument {'.'.join(map(str, path))} (the first is 0), expected "
+                f"{expected}, with which the step was planned: what is no tensor is a constant of "
+                "its plan. Pass a tensor there, or plan the step for each value."
+            )
+
+
+def _is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is handed to a trace as tensors: an array, a ragged tensor, an iterator."""
+    if isinstance(leaf, tf.Variable):
+        return False
+    kinds = tf.TypeSpec, tf.__internal__.CompositeTensor
+    return isinstance(leaf, kinds) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))
 
 
 def refilled(results: Any, tensors: Sequence[Any]) -> Any:

@@ -156,7 +156,7 @@ def without_warning(function: Any) -> Any:
     return function
 
 
-def model_step(model: Any) -> Any:
+def model_step(model: Any, *, training: bool | None = True) -> Any:
     """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
 
     @without_warning
@@ -165,7 +165,7 @@ def model_step(model: Any) -> Any:
         variables = uncast(model.trainable_variables)
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
-            outs = _floating(model(*args, **kwargs, training=True))
+            outs = _floating(model(*args, **kwargs, training=training))
         # Gradients come after all outputs, as those of a loss do. They need none of them, so that
         # the executor would otherwise begin the backward pass of one output before another is done.
         with tf.control_dependencies(outs):

@@ -313,7 +313,8 @@ def plan_step(
     Returns
     -------
     A callable for arguments like the sample's; its `sn_memory` has the trace and the plan, and
-    writes the report. Other shapes or types raise.
+    writes the report. Other shapes or types raise, and other values of what is no tensor (numbers,
+    flags, models, variables): those are constants of the plan.
 
     Raises
     ------

@@ -19,7 +19,7 @@ from ..run.planned import KeptStep, PlannedKind, PlannedRecord
 from ..run.reserved import within_reserved
 from ..run.unseen import SEARCH_S, TimeToPlan
 from .eager import Emission, Program
-from .guards import argument_tensors, describe, refilled
+from .guards import argument_tensors, check_constants, describe, refilled
 from .modules.backend import LayerStep
 from .target import bfc_settings
 from .trace.trace import Trace
@@ -185,7 +185,7 @@ class PlannedStep:
     """
 
     def __init__(self, plain: Any, traced: Trace, plan: Plan) -> None:
-        self.plain = plain
+        self.plain, self._constants = plain, traced.constants
         program = Program(traced, plan)
         self.sn_memory = PlanRecord("graph", traced, plan, running=program)
         captured = traced.captured
@@ -206,6 +206,7 @@ class PlannedStep:
 
     def __call__(self, *args: Any) -> Any:
         """Run the step; arguments as of the sample, results as of the plain step."""
+        check_constants(self._constants, args)
         return refilled(self.sn_memory.trace.structure, self._run(*argument_tensors(args)))
 
 

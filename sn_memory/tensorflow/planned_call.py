@@ -27,7 +27,17 @@ from ..base.errors import PlanError
 from ..run.unseen import UnseenInput
 from .eager import Program
 from .errors import TraceError, as_it_is, first_line, warn
-from .guards import Call, call_of, changed, describe, is_open, settings_of, signature_of, steady
+from .guards import (
+    Call,
+    call_of,
+    changed,
+    describe,
+    is_open,
+    settings_of,
+    signature_of,
+    steady,
+    tensors_in,
+)
 from .model import as_specs, model_step, restore_model, run_outside, without_warning
 from .modules.backend import LayerStep, layer_step
 from .planned import KINDS, RECORD, PlanOptions, PlanRecord, Step, plain_class, plain_model
@@ -115,9 +125,10 @@ class _UnseenCall(UnseenInput[Step]):
         before = self.record.traced
         assert before is not None
         args, kwargs = self.arguments()
+        training = self.call.training
         with restore_model(self.plain):
             then = settings_of(self.plain)
-            traced = trace_like(self.plain, args, kwargs, before)
+            traced = trace_like(self.plain, args, kwargs, before, training=training)
             settings = steady(then, settings_of(self.plain))
             if traced.structure["key"] != self.call.key:
                 raise TraceError(f"its trace is of {describe(traced.structure['key'])}")
@@ -132,7 +143,8 @@ class _UnseenCall(UnseenInput[Step]):
                 # Kept first, as the model takes it from the record. Traced in a graph of its own:
                 # what fails there would fail in the one that is being built.
                 self.kept(program)
-                model_step(self.model).get_concrete_function(*args, **kwargs)
+                step = model_step(self.model, training=training)
+                step.get_concrete_function(*args, **kwargs)
         return program
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -223,12 +235,12 @@ class PlannedCall:
             # Where `call` takes no such argument, Keras has it in the context of the call.
             training = getattr(self._get_call_context(), "training", None)  # type: ignore[attr-defined]
         plainly = super().call  # type: ignore[misc]
-        if training is not True:
+        if not (training is True or (training is None and _trains((args, kwargs)))):
             return plainly(*args, **kwargs)
-        call = Call(args, kwargs)
+        call = Call(args, kwargs, training)
         try:
             signature = self._call_signature  # type: ignore[attr-defined]
-            call.key, call.tensors = call_of(signature, args, kwargs)
+            call.key, call.tensors = call_of(signature, args, kwargs, training)
         except TraceError as error:
             # Layers may run again for it nevertheless.
             call.why = str(error).rstrip(".")
@@ -272,6 +284,20 @@ class PlannedCall:
         return None
 
 
+def _trains(arguments: Any) -> bool:
+    """Whether gradients may be taken of a call that does not say that it is for training.
+
+    Keras' `fit` does not say so to a model whose `call` takes no `training`. Where a gradient of
+    the arguments is wanted (a saliency map), it is no training.
+    """
+    floating = [tensor for tensor in tensors_in(arguments) if tensor.dtype.is_floating]
+    return (
+        not tf.executing_eagerly()
+        and tape.could_possibly_record()
+        and not tape.should_record_backprop(floating)
+    )
+
+
 def _why_plainly() -> str:
     if tf.executing_eagerly():
         return "it was called eagerly; put the training step into a tf.function"
@@ -279,6 +305,10 @@ def _why_plainly() -> str:
         return "it is compiled by XLA, which chooses its own schedule; pass jit_compile=False"
     if in_stateless_scope():
         return "it is called in Keras' stateless scope, which is gone in the backward pass"
+    several = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    if several and not tf.distribute.in_cross_replica_context():
+        # They are traced in turns, and what a plan captures is one replica's.
+        return "it is one of several replicas of tf.distribute, each with variables of its own"
     return ""
 
 

@@ -473,6 +473,16 @@ def test_a_keras_model_fits_or_not(tmp_path, capsys):
     assert (code, found["device"]) == (0, "h100")
     assert found["seconds"] > 0
     assert "not modelled" in found["notes"][0]
+    code, out, _ = run(capsys, *model, "--device", "h100", "--json", "--optimizer", "sgd")
+    assert json.loads(out)["optimizer_bytes"] < found["optimizer_bytes"]
+    # These were ignored.
+    for flag in ("--batch 4", "--cards 2", "--dtype bf16", "--amp", "--picture x.png"):
+        code, _, err = run(capsys, *model, "--device", "h100", *flag.split())
+        assert (code, flag.split()[0] in err) == (2, True), flag
+    sized = text.replace("made()", "made(batch)").replace("(2, 8)", "(batch, 8)")
+    model = ["memory", "estimate", model_of(tmp_path, sized), "--batch", "4..8"]
+    code, _, err = run(capsys, *model, "--device", "h100")
+    assert (code, "several sizes" in err) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -221,3 +221,76 @@ def test_fit_with_weights_of_samples_and_a_metric():
         model.fit(x, y, 16, 1, verbose=0, shuffle=False)
         losses.append(history.history["loss"])
     np.testing.assert_allclose(*losses, rtol=1e-6)
+
+
+def test_what_is_no_tensor_is_a_constant_of_a_planned_step():
+    """Other values, another model or another variable were ignored: the sample's were used."""
+
+    def step(model, x, rate, scale=1.0):
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_sum(model(x, training=True) ** 2)
+        weight = model.trainable_variables[0]
+        weight.assign_sub(rate * tape.gradient(loss, weight.value))
+        return loss
+
+    one, other, rate = dense(32, 2), dense(32, 2), tf.Variable(0.1)
+    planned = rim.plan_step(step, (one, X, rate, 2.0), "100%", profile=False, planner="sqrt_n")
+    assert float(planned(one, X.numpy(), rate, 2.0)) > 0
+    before = [it.numpy() for it in other.trainable_variables]
+    wrong = {
+        "0": (other, X, rate, 2.0),
+        "2": (one, X, tf.Variable(0.0), 2.0),
+        "3": (one, X, rate, 3.0),
+        "3 ": (one, X, rate),
+        " 3": (one, X, rate, tf.constant(2.0)),
+    }
+    for place, args in wrong.items():
+        with pytest.raises(ValueError, match=f"as argument {place.strip()} .*plan the step for"):
+            planned(*args)
+    np.testing.assert_array_equal(before[0], other.trainable_variables[0])
+
+
+class Plain(keras.Model):
+    """Its `call` takes no `training`, so Keras' `fit` does not say that it trains."""
+
+    def __init__(self):
+        super().__init__()
+        self.all = [keras.layers.Dense(128, "gelu") for _ in range(5)]
+        self.drop, self.last = keras.layers.Dropout(0.5, seed=1), keras.layers.Dense(32)
+
+    def call(self, x):
+        for layer in self.all:
+            x = layer(x)
+        return self.last(self.drop(x))
+
+
+def test_a_model_that_is_not_told_that_it_trains_trains_as_planned():
+    """Before, it ran without its plan and without a word."""
+    x = normal(256, 32)
+
+    def trained(plan):
+        keras.utils.set_random_seed(1)
+        model = Plain()
+        model(x)
+        model = rim.plan(model, x, "85%", profile=False) if plan else model
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        losses = model.fit(x, x, 256, epochs=3, verbose=0).history["loss"]
+        # No training: nothing of these is planned.
+        model.evaluate(x, x, verbose=0)
+
+        @tf.function
+        def saliency(x):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                out = model(x)
+            return tape.gradient(out, x)
+
+        return [losses, saliency(x), *model.get_weights()], model
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", rim.PlanWarning)
+        mine, planned = trained(plan=True)
+    for one, other in zip(mine, trained(plan=False)[0], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
+    kinds = [it.inputs for it in planned.sn_memory.kinds]
+    assert kinds == ["x=float32[256, 32]", "training=None, x=float32[256, 32]"]

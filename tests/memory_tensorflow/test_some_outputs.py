@@ -8,9 +8,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from keras_samples import normal, values
+from keras_samples import assert_close, normal, values
 
 import sn_memory.tensorflow as rim
+from sn_memory.tensorflow.model import uncast
 from sn_memory.tensorflow.modules.rerun import run_again
 
 SETTINGS = {"profile": False, "planner": "sqrt_n"}
@@ -87,6 +88,43 @@ def test_optimizers_pass_over_what_has_no_gradient(backend, static):
     assert mine[0] == theirs[0]
     for a, b in zip(mine[1], theirs[1], strict=True):
         assert np.allclose(a, b, rtol=1e-4, atol=1e-5)
+
+
+class Learned(keras.Model):
+    """A model that reads what Keras does not count among its variables."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.layer, self.inner = keras.layers.Dense(64, "tanh"), (lambda x: inner(x))
+        self.scale, self.unused = tf.Variable(1.5), tf.Variable(2.0)
+
+    def call(self, x):
+        return self.scale * self.inner(self.layer(x)) + tf.stop_gradient(self.unused)
+
+
+@pytest.mark.parametrize("backend", ["graph", "layers"])
+def test_variables_that_keras_does_not_know_have_their_gradients(backend):
+    """With a plan of ops they had none."""
+    inner = keras.Sequential([keras.Input((64,)), keras.layers.Dense(64, "tanh")])
+    model = Learned(inner)
+    x = normal(16, 8)
+    model(x)
+    sources = [*uncast([*model.trainable_variables, *inner.trainable_variables])]
+    sources += [model.scale, model.unused]
+
+    def gradients(model):
+        @tf.function
+        def step(x):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(model(x, training=True) ** 2)
+            return tape.gradient(loss, sources)
+
+        return step(x)
+
+    theirs = gradients(model)
+    mine = gradients(rim.plan(model, x, "100%", backend=backend, **SETTINGS))
+    assert [it is None for it in mine] == [it is None for it in theirs] == [*[False] * 5, True]
+    assert_close([it.numpy() for it in mine[:5]], [it.numpy() for it in theirs[:5]])
 
 
 def test_a_layer_that_runs_again_leaves_them_out_as_well():

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.eager import record  # what tf.custom_gradient finds variables with
 from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.framework import ops as framework_ops
 
@@ -165,9 +166,14 @@ class _Taped:
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
-        key, inputs = call_of(self._call_signature, args, kwargs)  # type: ignore[attr-defined]
-        variables = uncast(self.trainable_variables)  # type: ignore[attr-defined]
-        with tf.GradientTape(watch_accessed_variables=False) as tape:
+        signature, training = self._call_signature, seen["training"]  # type: ignore[attr-defined]
+        key, inputs = call_of(signature, args, kwargs, training)
+        others = seen.get("others", [])
+        variables = [*uncast(self.trainable_variables), *others]  # type: ignore[attr-defined]
+        with (
+            record.VariableWatcher() as accessed,
+            tf.GradientTape(watch_accessed_variables=False) as tape,
+        ):
             tape.watch(variables)
             results = super().call(*args, **kwargs)  # type: ignore[misc]
         hidden = opaque(results)
@@ -189,29 +195,44 @@ class _Taped:
             tf.raw_ops.Empty(shape=end.shape.as_list(), dtype=end.dtype) for end in ends
         ]
         gradients = tape.gradient(ends, variables, output_gradients=placeholders)
+        # What Keras does not know: variables of TensorFlow's own, those of layers in closures.
+        known = {id(variable) for variable in uncast(self.variables)}  # type: ignore[attr-defined]
         seen.update(
             key=key, inputs=inputs, results=results, outs=outs, ends=ends, gradients=gradients,
             placeholders=placeholders, variables=self.trainable_variables,  # type: ignore[attr-defined]
+            others=others or [it for it in accessed.watched_variables() if id(it) not in known],
         )  # fmt: skip
         return results
 
 
 def capture_model(
-    model: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None = None,
+    *,
+    training: bool | None = True,
 ) -> tuple[Captured, dict[str, Any]]:
-    """Trace a Keras model in training; return the step and what was seen at its `call`."""
+    """Trace a Keras model in training; return the step and what was seen at its `call`.
+
+    A tape around the model watches all variables that the call reads, not only those of the model.
+    So do gradients here: where the first trace has read others, a second one has theirs as well.
+    """
     check_model(model)
     twin = twin_of(model, _Taped)
-    seen: dict[str, Any] = {}
+    seen: dict[str, Any] = {"training": training}
     twin.__dict__["_sn_memory_seen"] = seen
 
     def called(*inputs: Any, **named: Any) -> Any:
-        return twin(*inputs, **named, training=True)
+        return twin(*inputs, **named, training=training)
+
+    def traced() -> Any:
+        function = tf.function(called, autograph=False)
+        return function.get_concrete_function(*args, **(kwargs or {}))
 
     try:
-        concrete = tf.function(called, autograph=False).get_concrete_function(
-            *args, **(kwargs or {})
-        )
+        concrete = traced()
+        if seen["others"]:
+            concrete = traced()
     except TraceError as error:
         raise TraceError(first_line(error)) from error
     except Exception as error:  # whatever the model's own code raises
@@ -267,11 +288,11 @@ def _check_losses_and_gradients(model: Any, seen: dict[str, Any]) -> None:
         raise TraceError(
             f"the model's output carries a mask for the loss, which would be lost. {_WHOLE_STEP}"
         )
-    for gradient, variable in zip(seen["gradients"], seen["variables"], strict=True):
+    names = [variable.path for variable in seen["variables"]]
+    names += [variable.name for variable in seen["others"]]
+    for gradient, name in zip(seen["gradients"], names, strict=True):
         if isinstance(gradient, tf.IndexedSlices):
-            raise TraceError(
-                f"the gradient of {variable.path} is sparse (an embedding). {_WHOLE_STEP}"
-            )
+            raise TraceError(f"the gradient of {name} is sparse (an embedding). {_WHOLE_STEP}")
 
 
 def flat(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from tensorflow.python.framework import ops as framework_ops
+from tensorflow.python.util import deprecation
 
 from ...graph.graph import Graph
 from ...graph.liveness import peak
@@ -494,5 +495,7 @@ def flops(node: Node, captured: Captured) -> float:
         if op.type != "MatMul":
             return float(math.prod(shapes[-1]))
         return 2.0 * math.prod(shapes[2]) * shapes[0][0 if op.get_attr("transpose_a") else 1]
-    count = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
+    # The registry calls functions of TensorFlow's that it has deprecated itself.
+    with deprecation.silence():
+        count = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
     return float(count or 0)

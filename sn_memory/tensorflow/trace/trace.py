@@ -6,7 +6,8 @@ into a graph, and op_seconds.py measures their costs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +19,7 @@ from ...cost.devices import NOMINAL, is_here, speeds
 from ...graph.graph import Graph
 from ...graph.records import Device, Storage
 from ..errors import warn
+from ..guards import constants_of
 from ..memory import bytes_of, main_device
 from ..model import call_arguments, has_values
 from .capture import (
@@ -43,11 +45,13 @@ class Trace:
     captured : the ops behind it
     structure : of a step, what it returns, with the symbolic tensors of the trace in it; of a
         model, what was seen at its `call`: arguments, results, variables, gradients
+    constants : of a step's arguments, what is no tensor, by its place
     """
 
     named: GraphBinding
     captured: Captured
     structure: Any
+    constants: dict[tuple[Hashable, ...], Any] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:
@@ -145,19 +149,26 @@ def trace(
         costs.measure(captured.nodes[at] for at in named.node_of.values())
         costs.save(place)
         named = graph_of(costs)
-    return Trace(named, captured, structure)
+    return Trace(named, captured, structure, constants_of(args))
 
 
-def trace_like(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any], before: Trace) -> Trace:
+def trace_like(
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    before: Trace,
+    *,
+    training: bool | None = True,
+) -> Trace:
     """Record a training step of a model that was traced before, for other arguments; no op is run.
 
     Ops of one model have the same names at any batch size and length: seconds and workspaces are
     those of the trace before, scaled by the number of elements.
 
-    args, kwargs : of the model's call, with tf.TensorSpec in the place of tensors
+    args, kwargs, training : of the model's call, with tf.TensorSpec in the place of tensors
     before : its device and what counts beside a step are taken over
     """
-    captured, structure = capture_model(model, args, kwargs)
+    captured, structure = capture_model(model, args, kwargs, training=training)
     nodes = {name: before.captured.nodes[at] for name, at in before.named.node_of.items()}
     named = to_graph(
         captured,
