@@ -213,6 +213,8 @@ class UnseenInput(ABC, Generic[S]):
         if not why:
             try:
                 by_ops = self.by_ops()
+            except BudgetError as error:  # before any plan, as of the optimizer's step alone
+                self.over = error
             except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs
                 why = f"it cannot be traced: {self.first_line(error).removesuffix('.')}"
         if self.over is not None:
@@ -254,7 +256,8 @@ class UnseenInput(ABC, Generic[S]):
         """Return what `strict` asks for."""
         message = f"{self.demand}: {self.name} met {self.described()}, and {why}. "
         if self.over is None:
-            return PlanError(f"{message}Plan it ahead: {self.line}, or leave strict out.")
+            instead = ", or leave strict out" if self.demand == "strict" else ""
+            return PlanError(f"{message}Plan it ahead: {self.line}{instead}.")
         return BudgetError(
             f"{message}The smallest peak found is {show_bytes(self.over.peak_bytes)}. Raise the "
             "budget or make the input smaller.",

@@ -43,14 +43,17 @@ class ReplayError(RuntimeError):
 
 
 def innermost_line(where: TracebackType | FrameType | None) -> str:
-    """Return the innermost line of the user's code, as far as it can be told."""
+    """Return the innermost line of the user's code, else of torch's layers, as far as it shows."""
     if isinstance(where, TracebackType):
         frames = list(traceback.walk_tb(where))
     else:
         # `walk_stack` begins with the innermost frame, `walk_tb` with the outermost.
         frames = list(traceback.walk_stack(where))[::-1] if where is not None else []
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
-    return next((line for line in reversed(lines) if "/torch/" not in line), "place unknown")
+    own = [line for line in lines if "/torch/" not in line]
+    # A net of torch's layers alone has no line of the user's: the layer's own says what it is.
+    lines = own or [line for line in lines if "/torch/nn/modules/" in line]
+    return lines[-1] if lines else "place unknown"
 
 
 def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

@@ -540,3 +540,39 @@ def test_torchs_default_device_counts_for_nothing():
     (merged, here), (_, there) = shrunk("cpu"), shrunk("meta")
     assert merged
     assert all(map(torch.equal, here, there))
+
+
+@pytest.fixture
+def _one_rank():
+    torch.distributed.init_process_group(
+        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_wrapper_of_old_parameters_is_an_error_at_its_next_step():
+    """It exchanged nothing, without a word until the next look."""
+    wrap = nn.parallel.DistributedDataParallel
+    model = chain()
+    duplicate(model, ["0"])
+    ddp, x = wrap(model), torch.randn(64, 5)
+    shrink = apoptosis(model)
+    while True:
+        ddp(x).square().mean().backward()
+        if shrink.step():
+            break
+    with torch.no_grad():
+        ddp(x)  # exchanges nothing anyway
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="Wrap the model again"):
+            ddp(x)
+    ddp = wrap(ddp.module)
+    ddp(x).square().mean().backward()
+    assert all(it.grad is not None for it in model.parameters())
+    saved = shrink.state_dict()
+    shrink.load_state_dict(saved)
+    with pytest.raises(RuntimeError, match="Wrap the model again"):
+        ddp(x)
+    model(x).square().mean().backward()

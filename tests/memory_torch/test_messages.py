@@ -187,3 +187,10 @@ def test_what_it_is_made_of_is_planned(layout):
     for it in (of_parts, model):
         it(**parts).backward()
     assert same(grads(of_parts), grads(model))
+
+
+def test_a_net_of_torchs_layers_alone_is_named_by_the_layers_line():
+    """It said "place unknown"."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None))  # counts its batches
+    with pytest.raises(TraceError, match=r"depend on values.*nn/modules/batchnorm\.py:\d+"):
+        plan(model, torch.ones(4, 8), "100%", backend="graph", profile=False)

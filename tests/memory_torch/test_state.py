@@ -2,7 +2,9 @@
 
 import copy
 import gc
+import threading
 import weakref
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -157,6 +159,36 @@ def test_the_peak_is_as_predicted(update, in_place):
         assert step == 0 or lowest <= tracked.peak_bytes <= highest
         if step and update == "step" and state.latest.step_peak_bytes:
             assert later.peak_bytes <= mine.sn_memory.plan.budget_bytes + counts
+
+
+@pytest.mark.parametrize("way", ["leave", "arrive"])
+def test_a_copy_that_is_over_holds_no_memory(way):
+    """Else a tensor freed after it is there beside the next: 16 KiB above a peak, now and then."""
+    held, before, seen, over = HostState(), Future(), [], threading.Event()
+    block = held.buffer_of(held.empty_like(torch.ones(4096))).block
+    here = torch.ones(4 * 4096, dtype=torch.uint8)
+    memory, lanes = weakref.ref(here), held.lanes()
+    copied = (
+        lanes.leave(here, block, [before]) if way == "leave" else lanes.arrive(block, here, before)
+    )
+    del here
+    copied.add_done_callback(lambda _: (seen.append(memory()), over.set()))
+    before.set_result(None)
+    assert over.wait(60)
+    assert seen == [None]
+
+
+def test_a_kind_whose_state_does_not_fit_says_what_it_needs():
+    """Of doubles: no plan is missing, and nothing failed to be traced."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sample = torch.ones(8, 64)
+    model = plan(model, sample, "45%", optimizer=optimizer, state="host", **SETTINGS)
+    model.double()
+    with pytest.raises(BudgetError, match="no plan of its ops was found that keeps") as refused:
+        model(sample.double())
+    assert refused.value.peak_bytes > refused.value.budget_bytes
+    assert "traced" not in str(refused.value)
 
 
 @EACH_WAY

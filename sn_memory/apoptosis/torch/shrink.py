@@ -250,6 +250,8 @@ class Apoptosis(BaseApoptosis):
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
         self.carry: Callable[[], Mapping[str, torch.Tensor]] | None = None
+        # Whether parameters were replaced, and no training step has shown yet who calls the model.
+        self._replaced = False
         self._hook = self.model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
         # The first trace imports the tracer, whose seconds are not to count as those of a look.
         torch.export.export(nn.Identity(), (torch.zeros(1),))
@@ -281,6 +283,7 @@ class Apoptosis(BaseApoptosis):
         it, and one of after it into the wide model of a rank that joins late.
         """
         reshape(self.model, state["shapes"], state["counts"], self.optimizer)
+        self._replaced = True
         super().load_state_dict(state)
         self._batches.clear()
 
@@ -346,6 +349,7 @@ class Apoptosis(BaseApoptosis):
         self._refused |= undone
         if done:
             Pruner(self.model, self.optimizer).renew()
+            self._replaced = True
         for parameter in self.model.parameters():
             if parameter not in state:
                 continue
@@ -414,6 +418,19 @@ class Apoptosis(BaseApoptosis):
         return program, ""
 
 
+def _check_wrapper() -> None:
+    """Raise where DistributedDataParallel calls the model, and exchanges gradients of old ones."""
+    wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    now = set() if wrapper is None else set(wrapper.module.parameters())
+    if wrapper is not None and not now.issuperset(wrapper._module_parameters):
+        raise RuntimeError(
+            "Apoptosis: the model is called by a DistributedDataParallel that was made before "
+            "neurons merged, or a state was loaded. Its parameters are new ones since, whose "
+            "gradients that wrapper does not exchange. Wrap the model again when step() returns "
+            "true: model = DistributedDataParallel(model.module)."
+        )
+
+
 def _keeper(owner: Apoptosis) -> Any:
     """Return the hook: a function, as copies of the model must not copy what watches it."""
     watching = weakref.ref(owner)
@@ -423,7 +440,12 @@ def _keeper(owner: Apoptosis) -> Any:
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return
         watcher = watching()
-        if watcher is None or watcher.model is not module or not watcher.is_near:
+        if watcher is None or watcher.model is not module:
+            return
+        if watcher._replaced and module.training and torch.is_grad_enabled():
+            _check_wrapper()
+            watcher._replaced = False
+        if not watcher.is_near:
             return
         # Nor is one what sn_memory.torch estimates or plans with.
         if any(isinstance(leaf, FakeTensor) for leaf in tree.tree_leaves((args, kwargs))):

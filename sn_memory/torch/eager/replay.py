@@ -388,11 +388,12 @@ class Replay(Step):
                         "meta device, so that its plan can be read and not run. Give the model "
                         "memory (model.to_empty(device=...), then its weights), and plan it then."
                     )
+                move = "" if tensor.device == place else f"Move it to {place}, or plan"
                 raise ReplayError(
                     f"a parameter, buffer or input has size {tuple(tensor.size())}, stride "
                     f"{tensor.stride()}, type {tensor.dtype} and device {tensor.device}; the plan "
-                    f"expects {view.size}, {view.stride}, {view.dtype} and {place}. Plan the model "
-                    "as it is now."
+                    f"expects {view.size}, {view.stride}, {view.dtype} and {place}. "
+                    f"{move or 'Plan'} the model as it is now."
                 )
             other, others = first.setdefault(view.storage, (view, tensor))
             distance = view.offset * view.dtype.itemsize - other.offset * other.dtype.itemsize

@@ -250,12 +250,12 @@ class FileLanes(Lanes):
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
         """Write, after the copies of `after`; all ops so far are done on the CPU."""
         offset = self.offsets[host.data_ptr()]
-        return self._out.submit(self._move, here, offset, after, write=True)
+        return self._out.submit(self._move, [here], offset, after, write=True)
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
         """Read, after the copy that `after` stands for."""
         offset, earlier = self.offsets[host.data_ptr()], () if after is None else (after,)
-        return self._back.submit(self._move, here, offset, earlier, write=False)
+        return self._back.submit(self._move, [here], offset, earlier, write=False)
 
     def wait(self, ticket: Ticket) -> None:
         """Wait until a copy is done; raises what went wrong in it."""
@@ -267,10 +267,13 @@ class FileLanes(Lanes):
         self.wait(ticket)
 
     def _move(
-        self, tensor: torch.Tensor, offset: int, after: Sequence[Future[None]], *, write: bool
+        self, only: list[torch.Tensor], offset: int, after: Sequence[Future[None]], *, write: bool
     ) -> None:
         for ticket in after:
             ticket.result()
+        # Taken out: the pool holds its arguments a moment longer than somebody waits for the copy,
+        # and memory that is freed then would be there beside what is made next.
+        tensor = only.pop()
         rest, begin = memoryview(tensor.numpy()), offset
         while rest:
             if write:

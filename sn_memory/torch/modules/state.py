@@ -2,11 +2,13 @@
 
 Between a forward pass and its backward pass anything may change: functional_call puts the model's
 own parameters back, a context removes its hooks, weights are frozen, an average is updated. What
-was replaced is put back for the second run; what was changed in place is lost, and is an error.
+was replaced is put back for the second run; what was changed in place is lost, and is an error. So
+is a tensor that was given other memory (`p.data = ...`), which changes no version.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -26,6 +28,8 @@ _SLOTS = tuple(
     for name, value in torch.nn.Module().__dict__.items()
     if name in OF_TORCH and isinstance(value, dict)
 )
+# How often a tensor was changed in place, and which memory it has.
+_Version = tuple[int, int]
 # A forward that others put on the instance is theirs to take off.
 _IGNORED = OF_TORCH | {"forward"}
 
@@ -70,7 +74,7 @@ class RunState:
         ]
         # All other tensors must not be changed before the second run.
         copied = {id(buffer) for buffer in self.changed}
-        self._versions: list[tuple[torch.Tensor, int, str]] = []
+        self._versions: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], _Version, str]] = []
         for held in self._held:
             for what, tensor in held.read():
                 if id(tensor) not in copied:
@@ -81,9 +85,9 @@ class RunState:
         self._undo: list[ExitStack] = []
 
     def _expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
-        """Raise in the second run if a tensor was changed in place by then."""
-        # Detached: that shares the version counter, and holds no graph.
-        self._versions.append((tensor.detach(), version_of(tensor), what))
+        """Raise in the second run if a tensor was changed, or given other memory, by then."""
+        # Detached: that shares the version counter and holds the memory, but no graph.
+        self._versions.append((tensor.detach(), weakref.ref(tensor), _version(tensor), what))
 
     def end(self) -> None:
         """End the first run: drop generators and buffers that it did not use, and what it set."""
@@ -108,12 +112,20 @@ class RunState:
         return [buffer for _, _, buffer, _ in self._copies]
 
     def __enter__(self) -> None:
-        for tensor, version, what in self._versions:
-            if version_of(tensor) != version:
+        for shared, own, version, what in self._versions:
+            tensor = own()
+            now = _version(shared if tensor is None else tensor)
+            if now[0] != version[0]:
                 raise ReplayError(
                     f"{what}, which runs again in the backward pass, was changed after its forward "
-                    f"pass: version {version_of(tensor)}, expected {version}. Change it after "
+                    f"pass: version {now[0]}, expected {version[0]}. Change it after "
                     "backward(), and call the optimizer's step after that too."
+                )
+            if tensor is not None and now != version:
+                raise ReplayError(
+                    f"{what}, which runs again in the backward pass, was given other memory "
+                    "(model.double(), p.data = ...) after its forward pass. Change it after "
+                    "backward()."
                 )
         with ExitStack() as undo:
             for buffer in self.changed:
@@ -136,6 +148,12 @@ class RunState:
 
     def __exit__(self, *_: object) -> None:
         self._undo.pop().close()
+
+
+def _version(tensor: torch.Tensor) -> _Version:
+    # Sparse tensors have several memories, none of which is theirs to ask for.
+    strided = tensor.layout is torch.strided
+    return version_of(tensor), tensor.untyped_storage()._cdata if strided else 0
 
 
 def _set_cache(enabled: int, weights: Any) -> None:
