@@ -305,10 +305,6 @@ def _why_plainly() -> str:
         return "it is compiled by XLA, which chooses its own schedule; pass jit_compile=False"
     if in_stateless_scope():
         return "it is called in Keras' stateless scope, which is gone in the backward pass"
-    several = tf.distribute.get_strategy().num_replicas_in_sync > 1
-    if several and not tf.distribute.in_cross_replica_context():
-        # They are traced in turns, and what a plan captures is one replica's.
-        return "it is one of several replicas of tf.distribute, each with variables of its own"
     return ""
 
 
