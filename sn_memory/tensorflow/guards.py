@@ -130,10 +130,10 @@ def tensors_in(values: Any) -> list[Any]:
 
 
 def argument_tensors(args: Any) -> list[Any]:
-    """Return the tensors and arrays of a step's arguments, in the order of its trace's inputs."""
+    """Return tensors, arrays and handles of variables, in the order of a step's inputs."""
     leaves = tf.nest.flatten(args, expand_composites=True)
     arrays = [leaf for leaf in leaves if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-    return [array for array in arrays if not isinstance(array, tf.Variable)]
+    return [array.handle if isinstance(array, tf.Variable) else array for array in arrays]
 
 
 def constants_of(arguments: tuple[Any, ...]) -> dict[tuple[Hashable, ...], Any]:

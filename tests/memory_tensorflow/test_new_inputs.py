@@ -222,7 +222,7 @@ def untraceable(monkeypatch):
     """Models are planned; new inputs of theirs cannot be traced."""
     from sn_memory.tensorflow import planned_call
 
-    def broken(*_):
+    def broken(*_, **__):
         raise KeyError("an op nobody has seen")
 
     monkeypatch.setattr(planned_call, "trace_like", broken)
