@@ -56,31 +56,26 @@ def shifted():
             x = block(x, shift=self.shift)
         return x
 
-    blocks = nn.ModuleList(Block() for _ in range(4))
-    return module_of(forward, blocks=blocks, shift=torch.zeros(32))
+    return module_of(forward, blocks=net(), shift=torch.zeros(32))
 
 
 # In silence gradients were 52 % off, and 21 %.
+LATER = r".*'\d', which runs again.*was changed after"
 CHANGES = {
-    r"buffer centre.*'\d', which runs again.*was changed after": (
-        net,
-        lambda model: [it.centre.mul_(2) for it in model],
-    ),
-    r"parameter.*'\d', which runs again.*was changed after": (
-        net,
-        lambda model: [it.into.bias.mul_(2) for it in model],
-    ),
-    "an input of 'blocks": (shifted, lambda model: model.shift.add_(1)),
+    f"buffer centre{LATER}": (net, lambda model: [it.centre for it in model]),
+    f"parameter{LATER}": (net, lambda model: [it.into.bias for it in model]),
+    "an input of 'blocks": (shifted, lambda model: [model.shift]),
 }
 
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_in_place_is_an_error(what):
-    make, change = CHANGES[what]
+    make, changed = CHANGES[what]
     planned = by_modules(make())
     loss = planned(SAMPLE).square().mean()
     with torch.no_grad():
-        change(planned)
+        for it in changed(planned):
+            it.add_(1)
     with pytest.raises(ReplayError, match=what):
         loss.backward()
 
