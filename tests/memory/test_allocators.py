@@ -61,10 +61,6 @@ def replayed(memory, steps):
     return memory
 
 
-def replayed_by_torch(text, steps):
-    return replayed(CachingAllocator(AllocatorSettings.of(text)), steps)
-
-
 @pytest.mark.parametrize("name", BFC_CASES)
 def test_rules_of_bfc(name):
     how, limit, steps, reserved, used = BFC_CASES[name]
@@ -147,7 +143,8 @@ TORCH_CASES = {
 @pytest.mark.parametrize("name", TORCH_CASES)
 def test_rules_of_torch(name):
     text, steps, reserved = TORCH_CASES[name]
-    assert replayed_by_torch(text, steps).reserved_bytes == reserved * MIB
+    memory = CachingAllocator(AllocatorSettings.of(text))
+    assert replayed(memory, steps).reserved_bytes == reserved * MIB
 
 
 def test_settings_are_read_as_torch_reads_them():

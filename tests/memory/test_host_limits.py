@@ -2,6 +2,7 @@
 
 import resource
 import warnings
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -87,22 +88,11 @@ def test_where_no_limit_is_known_the_error_names_those_that_were_read(monkeypatc
 
 @pytest.fixture
 def libc(monkeypatch):
-    """What a glibc that only takes notes was called with."""
-    calls = []
-
-    class Library:
-        gnu_get_libc_version = None
-
-        def mallopt(self, *arguments):
-            calls.append(arguments)
-            return 1
-
-        def malloc_trim(self, _):
-            calls.append("trim")
-
-    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: Library())
+    """A glibc that only takes notes."""
+    library = Mock(**{"mallopt.return_value": 1})
+    monkeypatch.setattr(host.ctypes, "CDLL", lambda _: library)
     monkeypatch.delenv("MALLOC_MMAP_THRESHOLD_", raising=False)
-    return calls
+    return library
 
 
 def test_malloc_returns_what_is_freed_where_the_limit_is_near(libc, monkeypatch):
@@ -110,10 +100,12 @@ def test_malloc_returns_what_is_freed_where_the_limit_is_near(libc, monkeypatch)
     monkeypatch.setattr(host, "smallest_limit", lambda: Limit("RLIMIT_DATA", 300))
     monkeypatch.setattr(host, "_WARNED", [])
     assert not host.return_freed(100)
-    assert not libc
+    assert not libc.mock_calls
     with pytest.warns(PlanWarning, match="RLIMIT_DATA leaves 300 B, less than 3 times"):
         assert host.return_freed(101)
-    assert libc == [(-3, 128 << 10), (-1, 128 << 10), "trim"]
+    assert libc.mock_calls == [
+        call.mallopt(-3, 128 << 10), call.mallopt(-1, 128 << 10), call.malloc_trim(0)
+    ]  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert host.return_freed(101)  # once in a process is enough

@@ -34,6 +34,7 @@ from sn_memory.pool.pack import arrange
 from sn_memory.pool.problem import read_csv
 
 MOST = 2**62
+COLUMNS = "id,lower,upper,size\n"
 
 
 def chain(*sizes, seconds=1.0, device=None, allocator="none"):
@@ -203,15 +204,20 @@ def test_files_that_are_no_text_and_paths_that_are_none(read, error, tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a,0,1,4\na,1,2,4\n", "line 3: the id .a. is used twice, first in line 2"),
-        ("a,0,1,%s\n" % ("9" * 5000), "line 2: got a,0,1,999"),
-        ('"%s",0,1,4\n' % ("x" * 200_000), "field larger"),
-        ("a,0,1,\0\n", "line 2"),
+        ("", "line 1: got columns none"),
+        ("id,lower,upper\n", "line 1"),
+        ("id,lower,upper,size,colour\n", "line 1"),
+        (COLUMNS + "0,1,2,3\n1,2,3\n", "line 3: got 3 fields"),
+        (COLUMNS + "0,1,2,many\n", "line 2: got 0,1,2,many"),
+        (COLUMNS + "a,0,1,4\na,1,2,4\n", "line 3: the id .a. is used twice, first in line 2"),
+        (COLUMNS + "a,0,1,%s\n" % ("9" * 5000), "line 2: got a,0,1,999"),
+        (COLUMNS + '"%s",0,1,4\n' % ("x" * 200_000), "field larger"),
+        (COLUMNS + "a,0,1,\0\n", "line 2"),
     ],
 )
 def test_bad_tables_are_pack_errors(tmp_path, capsys, text, message):
     path = tmp_path / "a.csv"
-    path.write_text("id,lower,upper,size\n" + text)
+    path.write_text(text)
     with pytest.raises(PackError, match=message) as caught:
         read_csv(path)
     assert len(str(caught.value)) < 400

@@ -7,7 +7,7 @@ from pathlib import Path
 import first_fit_oracle
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pool_search_oracle import Lists, PythonSearch
 from random_graphs import random_graph
@@ -124,31 +124,21 @@ def test_random_instances_stay_close_to_the_lower_bound():
     assert np.mean(ratios) < 1.01
 
 
-def same_as_the_oracle(rows, rules):
+def many_blocks():
+    rng = np.random.default_rng(1)
+    lower = rng.integers(0, 500, 3000)
+    return np.stack([lower, lower + rng.integers(1, 300, 3000), rng.integers(1, 99, 3000)], 1)
+
+
+@settings(max_examples=150, deadline=None)
+@given(buffers(most=25, times=20, sizes=30, least=1), st.just(RULES))
+@example(many_blocks(), ["size"])
+def test_first_fit_equals_its_oracle(rows, rules):
     problem = read_problem(rows)
     for rule in rules:
         order = order_by(problem, rule)
         expected = first_fit_oracle.first_fit(problem, order)
         assert first_fit(problem, order).tolist() == expected.tolist()
-
-
-@settings(max_examples=150, deadline=None)
-@given(buffers(most=25, times=20, sizes=30, least=1))
-def test_first_fit_equals_its_oracle(rows):
-    same_as_the_oracle(rows, RULES)
-
-
-def test_first_fit_equals_its_oracle_over_many_blocks():
-    rng = np.random.default_rng(1)
-    lower = rng.integers(0, 500, 3000)
-    rows = np.stack([lower, lower + rng.integers(1, 300, 3000), rng.integers(1, 99, 3000)], 1)
-    same_as_the_oracle(rows, ["size"])
-
-
-def searches(problem, capacity, rule, rank):
-    """The search and its oracle."""
-    start = (capacity, rule, rank, np.full(problem.sections, UNIT, np.int64))
-    return Searcher(problem).start(*start), PythonSearch(Lists(problem), *start)
 
 
 @settings(max_examples=150, deadline=None)
@@ -162,7 +152,9 @@ def test_search_takes_the_decisions_of_its_oracle(rows, rule, spare, random):
     problem, rank = read_problem(rows), list(range(len(rows)))
     random.shuffle(rank)
     capacity = problem.lower_bound + spare
-    search, oracle = searches(problem, capacity, rule, np.array(rank, np.int64))
+    weights = np.full(problem.sections, UNIT, np.int64)
+    start = (capacity, rule, np.array(rank, np.int64), weights)
+    search, oracle = Searcher(problem).start(*start), PythonSearch(Lists(problem), *start)
     for _ in range(30):
         verdict = search.run(7)
         assert oracle.run(7) is verdict
@@ -277,23 +269,6 @@ def test_files_are_read_and_written(tmp_path):
     again = read_csv(path)
     assert again.ids == ("x", "y")
     assert again.buffers == ((0, 2, 4, 1), (1, 3, 4, 8))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "line 1: got columns none"),
-        ("id,lower,upper\n", "line 1"),
-        ("id,lower,upper,size,colour\n", "line 1"),
-        ("id,lower,upper,size\n0,1,2,3\n1,2,3\n", "line 3: got 3 fields"),
-        ("id,lower,upper,size\n0,1,2,many\n", "line 2: got 0,1,2,many"),
-    ],
-)
-def test_damaged_files_name_the_line(tmp_path, text, message):
-    path = tmp_path / "a.csv"
-    path.write_text(text)
-    with pytest.raises(PackError, match=message):
-        read_csv(path)
 
 
 def test_command_packs_a_file(tmp_path, capsys):

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-from sn_memory.torch import PlanWarning
+from sn_memory.torch import PlanWarning, verify
 
 
 def rows(count=64, seed=0, width=32):
@@ -39,6 +39,14 @@ def off(found, expected):
         for a, b in zip(found, expected, strict=True)
     ]
     return float(torch.stack(parts).max()) if parts else 0.0
+
+
+def exact(planned, sample):
+    """Verify that a plan's step has the model's bits and holds what was predicted; return it."""
+    found = verify(planned, sample)
+    assert found.equal, found.different
+    assert found.measured_peak_bytes == found.predicted_peak_bytes
+    return found
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from small_models import module_of
 from steps import grads, same
 from torch import nn
 
@@ -16,24 +17,22 @@ class Alone(nn.Module):
         return x.sin().sum()
 
 
-class Caches(nn.Sequential):
-    def forward(self, x, cache):
-        cache.append(x)
-        return super().forward(x).relu()
+def caches(self, x, cache):
+    cache.append(x)
+    return self.layer(x).relu()
 
 
-class Cached(nn.Module):
+def cached():
     """Its layers write into what it hands them, as models of transformers do with use_cache."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(Caches(nn.Linear(8, 8)) for _ in range(3))
 
     def forward(self, x):
         cache = []
         for layer in self.layers:
             x = layer(x, cache)
         return x.sum()
+
+    layers = nn.ModuleList(module_of(caches, layer=nn.Linear(8, 8)) for _ in range(3))
+    return module_of(forward, layers=layers)
 
 
 def net():
@@ -101,7 +100,7 @@ CASES = [
         "parameters, inputs and what else is there .* take 28.53 KiB alone",
     ),
     (
-        lambda: checkpoint_policy(Cached(), X, "80%", **QUICK),
+        lambda: checkpoint_policy(cached(), X, "80%", **QUICK),
         TraceError,
         "pass use_cache=False in the sample",
     ),

@@ -10,7 +10,6 @@ from small_models import mlp, module_of, same_gradients
 from steps import gradients, rows, same
 from torch import nn
 
-from sn_memory import PlanError
 from sn_memory.torch import PlanWarning, TraceError, checkpoint_policy, plan, verify
 
 
@@ -30,7 +29,6 @@ class Block(nn.Module):
         return self.drop(torch.relu(self.norm(self.conv(x)))) * self.scale
 
 
-@pytest.fixture
 def early():
     """Stops when a value says so; uses its first block twice."""
 
@@ -56,27 +54,26 @@ def by_modules(model, sample, budget):
     return planned, planned.sn_memory.plan.decided("recompute")
 
 
-def test_auto_falls_back_and_says_why(early, caplog):
+def test_auto_falls_back_and_says_why(caplog):
+    model = early()
     with (
         pytest.warns(PlanWarning, match=r"by regions.*test_modules\.py:\d+"),
         caplog.at_level(logging.INFO, "sn_memory.torch"),
     ):
-        planned = plan(early, SAMPLE, "60%")
+        planned = plan(model, SAMPLE, "60%")
     assert planned.sn_memory.backend == "regions"
     assert "planned by regions" in caplog.text
     with pytest.raises(TraceError, match="values"):
-        plan(early, SAMPLE, "60%", backend="graph")
-    with pytest.raises(PlanError, match="cannot be traced"):
-        planned.sn_memory.report("nowhere.html")
+        plan(model, SAMPLE, "60%", backend="graph")
 
 
-def test_bits_and_bytes_and_more_budget_recomputes_no_more(early):
-    again = []
-    for budget in ("55%", "70%", "85%", "100%"):
-        planned = plan(early, SAMPLE, budget, backend="modules")
+def test_bits_and_bytes_and_more_budget_recomputes_no_more():
+    model, again = early(), []
+    for budget in ("55%", "75%", "100%"):
+        planned, chosen_again = by_modules(model, SAMPLE, budget)
         chosen = planned.sn_memory.plan
         assert chosen.peak_bytes <= chosen.budget_bytes
-        again.append(len(chosen.decided("recompute")))
+        again.append(len(chosen_again))
         for _ in range(2):
             found = verify(planned, SAMPLE)
             # Statistics, the scale and all gradients are among what is compared.
@@ -188,20 +185,14 @@ def test_sparse_gradients(backend):
     assert model[0].weight.grad.is_sparse
 
 
-class Taught(nn.Module):
-    """Is handed, and makes, tensors of inference mode, which have no version."""
+def test_inference_mode_inside_a_forward():
+    """Blocks are handed, and make, tensors of inference mode, which have no version."""
 
-    def __init__(self):
-        super().__init__()
-        self.net, self.teacher = mlp(2), mlp(2)
-
-    def forward(self, x, hint):
+    def taught(self, x, hint):
         with torch.inference_mode():
             scale = self.teacher(x.detach()).mean()
         return self.net(x) + hint + scale
 
-
-def test_inference_mode_inside_a_forward():
     def forward(self, x):
         with torch.inference_mode():
             hint = self.teacher(x)
@@ -209,10 +200,10 @@ def test_inference_mode_inside_a_forward():
             x = block(x, hint)
         return x
 
-    blocks = nn.ModuleList(Taught() for _ in range(5))
+    blocks = nn.ModuleList(module_of(taught, net=mlp(2), teacher=mlp(2)) for _ in range(5))
     model = module_of(forward, blocks=blocks, teacher=mlp(2))
     planned, again = by_modules(model, rows(256), "80%")
     assert again
     assert verify(planned, rows(256)).equal
     with pytest.raises(TraceError, match="made in inference mode"):
-        checkpoint_policy(model, rows(256), "80%", profile=False, blocks=[Taught])
+        checkpoint_policy(model, rows(256), "80%", profile=False, blocks=["blocks.0", "blocks.1"])

@@ -6,6 +6,7 @@ from multiprocessing.context import set_spawning_popen
 
 import pytest
 import torch
+from small_models import module_of
 from steps import grads, same
 from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -95,45 +96,41 @@ def test_a_model_for_a_new_process_says_that_it_is_plain():
     assert type(pickle.loads(pickled)) is nn.Sequential
 
 
-class Words(nn.Module):
-    """Given integers, which are the same whatever type its parameters have."""
+@pytest.mark.parametrize("backend", ["graph", "modules"])
+def test_parameters_of_another_shape_or_type_are_another_kind(backend):
+    """A model may be cast in mid-training, or get a head of more classes; and become as it was.
 
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.GELU())
-        self.head = nn.Linear(16, 4)
-        self.register_buffer("bank", torch.randn(3, 4))
+    It is given integers, which are the same whatever type its parameters have.
+    """
 
     def forward(self, words):
         return self.head(self.body(words)) @ self.bank.t()
 
-
-@pytest.mark.parametrize("backend", ["graph", "modules"])
-def test_parameters_of_another_shape_or_type_are_another_kind(backend):
-    """A model may be cast in mid-training, or get a head of more classes; and become as it was."""
-    model, x = Words(), torch.arange(64) % 8
+    body = nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.GELU())
+    model, x = module_of(forward, body=body, head=nn.Linear(16, 4)), torch.arange(64) % 8
+    model.register_buffer("bank", torch.randn(3, 4))
     other = copy.deepcopy(model)
     planned = plan(other, x, "200%", backend=backend, **SETTINGS)
     before = copy.deepcopy(model.state_dict())
 
-    def changed(it, step):
-        if step == "cast":
-            it.to(torch.bfloat16)
-        elif step == "classes":
-            it.head, it.bank = nn.Linear(16, 6), torch.ones(3, 6)
-            nn.init.constant_(it.head.weight, 0.5)
-            nn.init.constant_(it.head.bias, 0.5)
-        elif step == "words":
-            it.body[0].weight.data = torch.ones(9, 16)
-        elif step == "back":
-            it.body[0].weight.data = torch.ones(8, 16)
-            it.head, it.bank = nn.Linear(16, 4), torch.ones(3, 4)
-            it.load_state_dict(before)
+    def classes(it):
+        it.head, it.bank = nn.Linear(16, 6), torch.ones(3, 6)
+        nn.init.constant_(it.head.weight, 0.5)
+        nn.init.constant_(it.head.bias, 0.5)
 
-    for step in ("", "cast", "", "cast back", "classes", "words", "back"):
+    def words(it):
+        it.body[0].weight.data = torch.ones(9, 16)
+
+    def back(it):
+        it.body[0].weight.data = torch.ones(8, 16)
+        it.head, it.bank = nn.Linear(16, 4), torch.ones(3, 4)
+        it.load_state_dict(before)
+
+    kept, cast, cast_back = nn.Module.train, nn.Module.bfloat16, nn.Module.float
+    for change in (kept, cast, kept, cast_back, classes, words, back):
         for it in (planned, model):
             it.zero_grad()
-            changed(it.to(torch.float32) if step == "cast back" else it, step)
+            change(it)
         for _ in range(2):
             assert torch.equal(planned(x), model(x))
             planned(x).float().square().mean().backward()

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from small_models import module_of
 from steps import same
 from torch import nn
 
@@ -112,12 +113,7 @@ def item(container, key, value):
     return lambda it: getattr(it, container).__setitem__(key, value)
 
 
-def scaled(it):
-    with torch.no_grad():
-        it.linear.weight.mul_(2)
-
-
-def doubled(gradients):
+def doubled(module, gradients, _=None):
     return tuple(None if it is None else it * 2 for it in gradients)
 
 
@@ -163,13 +159,9 @@ MODULES = {
     "another module of its class": setting("linear", nn.Linear(8, 8)),
     "attribute of a module": lambda it: setattr(it.norm, "eps", 0.5),
     "no bias": lambda it: setattr(it.linear, "bias", None),
-    "parameter replaced": lambda it: setattr(
-        it.linear, "weight", nn.Parameter(it.linear.weight.detach() * 2)
-    ),
-    "parameter with other data": lambda it: setattr(
-        it.linear.weight, "data", it.linear.weight.data * 2
-    ),
-    "parameter in place": scaled,
+    "parameter replaced": lambda it: setattr(it.linear, "weight", nn.Parameter(torch.ones(8, 8))),
+    "parameter with other data": lambda it: setattr(it.linear.weight, "data", torch.ones(8, 8)),
+    "parameter in place": lambda it: it.linear.weight.detach().mul_(2),
     "parameter that wants no gradient": lambda it: it.linear.weight.requires_grad_(False),
     "module that wants no gradient": lambda it: it.linear.requires_grad_(False),
     "gradient hook": lambda it: it.linear.weight.register_hook(lambda gradient: gradient * 2),
@@ -183,18 +175,14 @@ MODULES = {
     "shape of a parameter": lambda it: setattr(it.linear, "bias", nn.Parameter(torch.ones(1))),
 }
 HOOKS = {
-    "forward hook": lambda it: it.register_forward_hook(lambda _, given, out: out * 2),
+    "forward hook": lambda it: it.register_forward_hook(lambda *of: of[-1] * 2),
     "forward hook with names": lambda it: it.register_forward_hook(
-        lambda _, given, names, out: out * 2, with_kwargs=True
+        lambda *of: of[-1] * 2, with_kwargs=True
     ),
     "forward pre-hook": lambda it: it.register_forward_pre_hook(lambda _, given: given[0] * 2),
-    "full backward hook": lambda it: it.register_full_backward_hook(
-        lambda _, before, after: doubled(before)
-    ),
-    "full backward pre-hook": lambda it: it.register_full_backward_pre_hook(
-        lambda _, after: doubled(after)
-    ),
-    "backward hook": lambda it: it.register_backward_hook(lambda _, before, after: doubled(before)),
+    "full backward hook": lambda it: it.register_full_backward_hook(doubled),
+    "full backward pre-hook": lambda it: it.register_full_backward_pre_hook(doubled),
+    "backward hook": lambda it: it.register_backward_hook(doubled),
     "state hook": lambda it: it.register_state_dict_post_hook(lambda *_: None),
     "state pre-hook": lambda it: it.register_load_state_dict_pre_hook(lambda *_: None),
 }
@@ -222,14 +210,14 @@ def unequal(mine, plain):
     return [it for it in names if not same([mine.get(it)], [plain.get(it)])]
 
 
-class Attention(nn.Sequential):
-    def forward(self, x):
-        return self[0](x, x, x)[0]
+def attention():
+    layer = nn.MultiheadAttention(8, 2, batch_first=True)
+    return module_of(lambda self, x: self.layer(x, x, x)[0], layer=layer)
 
 
-class Recurrent(nn.Sequential):
-    def forward(self, x):
-        return self[0](x)[0]
+def recurrent():
+    layer = nn.GRU(8, 8, batch_first=True)
+    return module_of(lambda self, x: self.layer(x)[0], layer=layer)
 
 
 def convolutions():
@@ -243,8 +231,8 @@ def layers():
 
 
 OF_TORCH = {
-    lambda: Attention(nn.MultiheadAttention(8, 2, batch_first=True)): (2, 4, 8),
-    lambda: Recurrent(nn.GRU(8, 8, batch_first=True)): (2, 4, 8),
+    attention: (2, 4, 8),
+    recurrent: (2, 4, 8),
     convolutions: (2, 2, 6, 6),
     layers: (4, 8),
 }
@@ -264,7 +252,7 @@ def another(value):
     return words.get(value) if isinstance(value, str) else None
 
 
-@pytest.mark.parametrize("kind", OF_TORCH, ids=["attention", "recurrent", "images", "layers"])
+@pytest.mark.parametrize("kind", OF_TORCH)
 def test_each_attribute_of_modules_of_torch(kind):
     """Each number, flag and word in turn, put back after."""
     model, x = kind(), torch.randn(OF_TORCH[kind])

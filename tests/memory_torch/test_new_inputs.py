@@ -3,12 +3,11 @@
 import copy
 import logging
 import re
-import warnings
 from types import MethodType
 
 import pytest
 import torch
-from small_models import mlp, same_gradients
+from small_models import mlp, module_of, same_gradients
 from steps import gradients, grads, plan_warnings, rows, same
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -127,17 +126,19 @@ def test_several_samples_and_the_largest_says_what_percent_is():
         plan(model, [], "75%", **SETTINGS)
     with pytest.raises(TypeError, match="several samples"):
         trace(model, [rows(8)])
+    # Planned for one more, those that came while training are planned again: the budget may differ.
+    large(rows(9))
+    other = plan(large, rows(48), "90%", **SETTINGS)
+    assert [it.inputs for it in other.sn_memory.kinds] == ["input (64, 32)", "input (48, 32)"]
 
 
 @pytest.mark.parametrize(("backend", "micro_batches"), [("graph", 2), ("modules", 1)])
 def test_what_others_put_around_the_forward_is_entered_once_a_step(backend, micro_batches):
     """As accelerate puts autocast there: entered twice by planning inside it, it stayed on."""
     found, plain = [], mlp(6)
-    for planned_by in ("", backend):
-        model = copy.deepcopy(plain)
-        with torch.autocast("cpu", torch.bfloat16):
-            if planned_by:
-                model = plan(model, rows(256), 2**20, **{**SETTINGS, "backend": planned_by})
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = planned_for(plain, rows(256), 2**20, **{**SETTINGS, "backend": backend})
+    for model in (plain, planned):
         autocast, calls = torch.autocast("cpu", torch.bfloat16), []
         inner = type(model).forward
 
@@ -147,16 +148,15 @@ def test_what_others_put_around_the_forward_is_entered_once_a_step(backend, micr
                 return inner(self, x)
 
         model.forward = MethodType(around, model)
-        results = []
+        found.append([])
         for count in (256, 64, 128, 64):
             for _ in range(micro_batches):
                 out = model(rows(count))
                 assert not torch.is_autocast_enabled("cpu")
                 out.float().square().sum().backward()
-            results += [out.detach(), *grads(model)]
+            found[-1] += [out.detach(), *grads(model)]
             model.zero_grad()
         assert len(calls) == 4 * micro_batches
-        found.append(results)
     assert same(*found)
 
 
@@ -236,21 +236,22 @@ class OfHeld(nn.Sequential):
         return super().forward(x + (tensor[0] if isinstance(tensor, tuple | list) else tensor))
 
 
+# Arguments and an attribute that hold a tensor, and a back end.
 HELD = {
-    "in an object": lambda x: ((Held(x),), None),
-    "in a list of an object": lambda x: ((Held([x]),), None),
-    "in an attribute": lambda x: ((), x),
-    "in a tuple of an attribute": lambda x: ((), (x,)),
-    "in an object of an attribute": lambda x: ((), Held(x)),
+    "in an object": (lambda x: ((Held(x),), None), "graph"),
+    "in a list of an object": (lambda x: ((Held([x]),), None), "regions"),
+    "in an attribute": (lambda x: ((), x), "modules"),
+    "in a tuple of an attribute": (lambda x: ((), (x,)), "graph"),
+    "in an object of an attribute": (lambda x: ((), Held(x)), "regions"),
 }
 
 
-@pytest.mark.parametrize("backend", ["graph", "regions", "modules"])
+@pytest.mark.filterwarnings("ignore::sn_memory.torch.PlanWarning")
 @pytest.mark.parametrize("where", HELD)
-def test_a_measured_step_ends_at_what_is_held(where, backend):
+def test_a_measured_step_ends_at_what_is_held(where):
     """Its gradients were added to those of whatever had made the tensor, without a word."""
-    settings = SETTINGS | {"backend": backend}
-    budgeted = plan(OfHeld(*mlp(6)), rows(64), "100%", **settings)
+    hold, backend = HELD[where]
+    budgeted = plan(OfHeld(*mlp(6)), rows(64), "100%", **SETTINGS | {"backend": backend})
     copied, scale = copy.deepcopy(budgeted), torch.ones(32, requires_grad=True)
     for _ in range(3):
         results = []
@@ -258,30 +259,22 @@ def test_a_measured_step_ends_at_what_is_held(where, backend):
             scale.grad = None
             model.zero_grad()
             # An addition keeps nothing, so that to go back through it twice is no error.
-            args, model.held = HELD[where](rows(64) + scale)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PlanWarning)
-                model(rows(64), *args).square().sum().backward()
+            args, model.held = hold(rows(64) + scale)
+            model(rows(64), *args).square().sum().backward()
             results.append([scale.grad, *grads(model)])
         assert same(*results)
-
-
-@pytest.mark.filterwarnings("ignore::sn_memory.torch.PlanWarning")
-def test_verify_ends_at_what_an_attribute_holds():
-    """The plain step that it measures had the attributes of before."""
-    model, scale = OfHeld(*mlp(6)), torch.ones(32, requires_grad=True)
-    model.held = rows(64) + scale
-    budgeted = plan(model, rows(64), "150%", **SETTINGS | {"backend": "modules"})
-    assert verify(budgeted, rows(64)).equal
-    assert scale.grad is None
+    if where == "in an attribute":
+        # The plain step that is measured had the attributes of before.
+        scale.grad = None
+        assert verify(budgeted, rows(64)).equal
+        assert scale.grad is None
 
 
 def test_an_argument_that_cannot_be_compared():
-    class Names(nn.Sequential):
-        def forward(self, x, names=None):
-            return super().forward(x) * (2 if names else 1)
+    def forward(self, x, names=None):
+        return self.layers(x) * (2 if names else 1)
 
-    model = Names(*mlp(6))
+    model = module_of(forward, layers=mlp(6))
     budgeted = plan(model, rows(64), "80%", **SETTINGS)
     with pytest.warns(PlanWarning, match="neither a tensor nor hashable"):
         budgeted(rows(64), {"a"}).sum().backward()
@@ -317,11 +310,11 @@ def test_strict(looking):
     by_modules(rows(66)).sum().backward()
     with pytest.raises(BudgetError, match=r"\(512, 32\)"):
         by_modules(rows(512))
-    annealed = plan(Annealed(), (rows(), 1.0), "90%", strict=True, **SETTINGS)
+    cooled = plan(annealed(), (rows(), 1.0), "90%", strict=True, **SETTINGS)
     with pytest.raises(PlanError, match="the argument tau changes from step to step"):  # noqa: PT012
         for step in range(4):
-            annealed(rows(), 1 / (2 + step)).backward()
-            annealed.zero_grad()
+            cooled(rows(), 1 / (2 + step)).backward()
+            cooled.zero_grad()
 
 
 def test_larger_inputs_are_measured_again_by_modules():
@@ -347,21 +340,13 @@ def test_where_planning_takes_too_long_modules_run_again(monkeypatch):
     assert how(budgeted) == "planned at once"
 
 
-class Following(nn.Module):
-    """Given words, and those one place on: the same tensor of all words, looked at twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.words = nn.Embedding(20, 32)
-        self.body = mlp(4)
-
-    def forward(self, words, following):
-        return (self.body(self.words(words)) - self.words(following)).square().mean()
-
-
 @pytest.mark.parametrize("backend", ["graph", "modules"])
 def test_batches_that_are_parts_of_one_tensor_are_one_kind(backend):
     """Data may lie in one tensor, which is no part of a step: where a batch begins is nothing."""
+
+    def follows(self, words, following):
+        return (self.body(self.words(words)) - self.words(following)).square().mean()
+
     data, model = rows(64 * 5), mlp(6)
     settings = {**SETTINGS, "backend": backend}
     alone = planned_for(model, rows(), "80%", **settings).sn_memory.plan
@@ -373,9 +358,10 @@ def test_batches_that_are_parts_of_one_tensor_are_one_kind(backend):
     )
     (column,) = cut_out((columns := data[:, :8],))
     assert column is columns
+    # Words, and those one place on: the same tensor of all words, looked at twice.
     words = torch.arange(100) % 20
     pairs = [(words[at : at + 32], words[at + 1 : at + 33]) for at in (3, 0, 40, 67)]
-    follows = Following()
+    follows = module_of(follows, words=nn.Embedding(20, 32), body=mlp(4))
     planned_pairs = planned_for(follows, pairs[0], "90%", **settings)
     with plan_warnings() as texts:
         for batch in data.split(64):
@@ -403,15 +389,13 @@ def test_many_kinds_are_not_kept_for_ever(monkeypatch):
     assert {it.inputs for it in record.kinds} == {f"input ({it}, 32)" for it in counts}
 
 
-class Weighted(nn.Sequential):
-    """Has a constant of as many numbers as there are rows."""
+def test_what_other_kinds_hold_counts():
+    """Each has a constant of as many numbers as there are rows."""
 
     def forward(self, x):
-        return super().forward(x) * torch.tensor([[1.0 + row] for row in range(len(x))])
+        return self.layers(x) * torch.tensor([[1.0 + row] for row in range(len(x))])
 
-
-def test_what_other_kinds_hold_counts():
-    model, largest = Weighted(*mlp(2)), rows(600)
+    model, largest = module_of(forward, layers=mlp(2)), rows(600)
     least = planned_for(model, largest, "100%").sn_memory.plan.peak_bytes
     budgeted = planned_for(model, largest, int(1.01 * least))
     record = budgeted.sn_memory
@@ -450,20 +434,17 @@ laid_out_anew.register_fake(torch.empty_like)
 laid_out_anew.register_autograd(lambda ctx, gradient: gradient)
 
 
-class LaidOutOtherwise(nn.Sequential):
-    """Its kernel lays the result out otherwise than fake tensors say."""
-
-    def forward(self, x):
-        x = torch.relu(self[0](x))
-        if x.shape[0] % 2 == 0:
-            x = x.transpose(2, 3).contiguous().transpose(2, 3)
-        return self[1](nn.functional.elu(laid_out_anew(x)))
-
-
 @pytest.mark.parametrize("sampled", [4, 5])
 def test_kernels_that_lay_out_otherwise(sampled):
     """Seen in the trial of the sample, or only with the new kind: it is traced as it lies then."""
-    model = LaidOutOtherwise(nn.Linear(12, 12), nn.Linear(12, 12))
+
+    def forward(self, x):
+        x = torch.relu(self.first(x))
+        if x.shape[0] % 2 == 0:
+            x = x.transpose(2, 3).contiguous().transpose(2, 3)
+        return self.last(nn.functional.elu(laid_out_anew(x)))
+
+    model = module_of(forward, first=nn.Linear(12, 12), last=nn.Linear(12, 12))
     sample, settings = torch.randn(sampled, 6, 10, 12), {"profile": False, "time_limit_s": 1}
     budgeted = planned_for(model, sample, "200%", **settings)
     assert budgeted.sn_memory.backend == "graph"
@@ -474,24 +455,15 @@ def test_kernels_that_lay_out_otherwise(sampled):
     assert not any(it.layouts for it in budgeted.sn_memory.steps.values())
 
 
-def test_a_model_of_one_more_kind_keeps_what_was_asked_for():
-    """Those that came while training are planned again: the budget may be another."""
-    budgeted = plan(mlp(6), rows(64), "100%", **SETTINGS)
-    budgeted(rows(9))
-    other = plan(budgeted, rows(48), "90%", **SETTINGS)
-    assert [it.inputs for it in other.sn_memory.kinds] == ["input (64, 32)", "input (48, 32)"]
-
-
-class Annealed(nn.Module):
+def annealed():
     """Takes a temperature, as an argument or as an attribute, that training lets fall."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp(4)
-        self.inner.scale = 1.0
 
     def forward(self, x, tau=1.0):
         return (self.inner(x) / (tau * self.inner.scale)).softmax(-1).square().mean()
+
+    inner = mlp(4)
+    inner.scale = 1.0
+    return module_of(forward, inner=inner)
 
 
 @pytest.mark.parametrize(
@@ -500,7 +472,7 @@ class Annealed(nn.Module):
 )
 def test_a_number_that_changes_is_planned_for_three_times(where, named, backend):
     """Then one warning names it, and the safe plan is for all its values."""
-    model = Annealed()
+    model = annealed()
     budget = "90%" if backend == "graph" else "100%"
     planned = plan(model, (rows(), 1.0), budget, backend=backend, profile=False)
     twin, x = copy.deepcopy(model), rows()

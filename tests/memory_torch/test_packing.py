@@ -173,34 +173,28 @@ def compare_kernels() -> None:
     sys.path.append(str(TRITON))
     from sn_memory.torch.activations import kernels
 
-    count = 0
-    for n, name, dtype, bits, run in cases():
-        compare(kernels, vectors(n)[name].to(dtype), bits, run, (n, name, dtype, bits, run))
-        count += 1
-    print(count, "compared")
-
-
-def compare(kernels, values: torch.Tensor, bits: int, run: int, case) -> None:
-    """Compare the kernels with array code on some values."""
-    n, dtype = values.numel(), values.dtype
-    made = packing.pack(values, bits, KEY, run)
-    out = [torch.empty_like(part) for part in vars(made).values()]
-    kernels.pack(values, bits, KEY, run or n, *out)
-    for part, own in zip(vars(made), out, strict=True):
-        theirs = getattr(made, part).float().nan_to_num(7)
-        if part == "spread":  # a sum in another order
-            torch.testing.assert_close(own.nan_to_num(7), theirs, rtol=1e-4, atol=1e-3)
+    for case in cases():
+        n, name, dtype, bits, run = case
+        values = vectors(n)[name].to(dtype)
+        made = packing.pack(values, bits, KEY, run)
+        out = [torch.empty_like(part) for part in vars(made).values()]
+        kernels.pack(values, bits, KEY, run or n, *out)
+        for part, own in zip(vars(made), out, strict=True):
+            theirs = getattr(made, part).float().nan_to_num(7)
+            if part == "spread":  # a sum in another order
+                torch.testing.assert_close(own.nan_to_num(7), theirs, rtol=1e-4, atol=1e-3)
+            else:
+                assert torch.equal(own.float().nan_to_num(7), theirs), case
+        back = torch.empty(n, dtype=dtype)
+        kernels.unpack(made.bases, made.steps, made.codes, bits, run or n, back)
+        theirs = packing.unpack(made, n, bits, dtype, run)
+        if dtype == torch.bfloat16:
+            # The interpreter cuts bfloat16 off where a GPU rounds: one unit at most.
+            apart = (back.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
+            assert bool((apart[~theirs.isnan()] <= 1).all()), case
         else:
-            assert torch.equal(own.float().nan_to_num(7), theirs), case
-    back = torch.empty(n, dtype=dtype)
-    kernels.unpack(made.bases, made.steps, made.codes, bits, run or n, back)
-    theirs = packing.unpack(made, n, bits, dtype, run)
-    if dtype == torch.bfloat16:
-        # The interpreter cuts bfloat16 off where a GPU rounds: one unit at most.
-        apart = (back.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
-        assert bool((apart[~theirs.isnan()] <= 1).all()), case
-    else:
-        assert torch.equal(back.nan_to_num(7), theirs.nan_to_num(7)), case
+            assert torch.equal(back.nan_to_num(7), theirs.nan_to_num(7)), case
+    print("compared")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """use_placing_allocator where there is no GPU: what it asks torch for, and clear refusals."""
 
 import ctypes
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -15,27 +16,9 @@ from sn_memory.torch.target.capacity import planned_settings
 pytestmark = pytest.mark.skipif(not library_path().exists(), reason="the library was not built")
 
 
-class Pluggable:
-    """What torch has for CUDA: notes what it is asked for."""
-
-    changed = None
-
-    def __init__(self, path, malloc, free):
-        self.path, self.functions, self.hooks = path, (malloc, free), {}
-
-    def allocator(self):
-        return self
-
-    @classmethod
-    def change(cls, allocator):
-        cls.changed = allocator
-
-    def __getattr__(self, name):
-        return lambda pointer: self.hooks.setdefault(name, pointer)
-
-
 @pytest.fixture
 def cuda(monkeypatch):
+    """What is opened in place of CUDA's runtime; what torch has for CUDA notes what it is asked."""
     opened = []
 
     def over_host(source):
@@ -44,8 +27,8 @@ def cuda(monkeypatch):
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(torch.cuda.memory, "CUDAPluggableAllocator", Pluggable)
-    monkeypatch.setattr(torch.cuda.memory, "change_current_allocator", Pluggable.change)
+    for name in ("CUDAPluggableAllocator", "change_current_allocator"):
+        monkeypatch.setattr(torch.cuda.memory, name, Mock())
     monkeypatch.setattr(placing, "PlacingAllocator", over_host)
     monkeypatch.setattr(placing, "_active", None)
     yield opened
@@ -60,18 +43,19 @@ def test_it_is_torchs_allocator_from_then_on(cuda):
     use_placing_allocator()  # once is enough
     assert cuda[0] == "libcudart.so.13"
     assert len(cuda) == 2
-    pluggable = Pluggable.changed
-    assert pluggable.path == str(library_path())
-    assert pluggable.functions == ("sn_placing_malloc", "sn_placing_free")
-    library = ctypes.CDLL(pluggable.path)
+    path, made = str(library_path()), torch.cuda.memory.CUDAPluggableAllocator
+    made.assert_called_once_with(path, "sn_placing_malloc", "sn_placing_free")
+    torch.cuda.memory.change_current_allocator.assert_called_once_with(made.return_value)
+    library = ctypes.CDLL(path)
     hooks = {
         "set_reset_fn": library.sn_placing_trim,
         "set_record_stream_fn": library.sn_placing_record_stream,
         "set_begin_allocate_to_pool": library.sn_placing_refuse_pool,
     }
-    assert pluggable.hooks == {
-        name: ctypes.cast(function, ctypes.c_void_p).value for name, function in hooks.items()
-    }
+    assert made.return_value.allocator.return_value.method_calls == [
+        getattr(call, name)(ctypes.cast(function, ctypes.c_void_p).value)
+        for name, function in hooks.items()
+    ]
     assert isinstance(planned_settings(), PlacingSettings)
     device = torch.device("cuda", 0)
     at = cuda[1].allocate(1 << 20)
@@ -94,14 +78,11 @@ def test_too_late_is_an_error_and_changes_nothing(cuda, monkeypatch):
         placing_statistics()
 
 
-def test_where_torch_refuses_it_can_be_tried_again(cuda, monkeypatch):
-    def refuse(allocator):
-        raise RuntimeError("Can't swap an already initialized allocator")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda.memory, "change_current_allocator", refuse)
-        with pytest.raises(RuntimeError, match="already initialized"):
-            use_placing_allocator()
+def test_where_torch_refuses_it_can_be_tried_again(cuda):
+    error = RuntimeError("Can't swap an already initialized allocator")
+    torch.cuda.memory.change_current_allocator.side_effect = error
+    with pytest.raises(RuntimeError, match="already initialized"):
+        use_placing_allocator()
     assert placing.active() is None
     PlacingAllocator("host").close()  # nothing was left open
 

@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from small_models import mlp
+from small_models import mlp, module_of
 
 import sn_memory.torch
 from sn_memory import BudgetError, PlanError
@@ -57,7 +57,7 @@ def test_a_plan_by_modules_is_told_in_five_lines():
     assert lines[4].startswith("back end modules, planned for 1: ")
     assert "<img" not in record._repr_html_()
     with pytest.raises(PlanError, match="cannot be traced"):
-        record.report()
+        record.report("nowhere.html")
 
 
 def test_a_notebook_shows_the_picture_and_a_report_is_a_page(planned, tmp_path):
@@ -117,12 +117,9 @@ def test_what_is_measured_cannot_be_the_same_everywhere(counted_work):
         with pytest.raises(ValueError, match="measured seconds differ"):
             plan(network(), torch.zeros(64, 48), "80%", **settings)
 
-    class Branches(torch.nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else -super().forward(x)
-
+    branches = module_of(lambda self, x: self.inner(x if x.sum() > 0 else -x), inner=mlp(2))
     with pytest.raises(TraceError):
-        plan(Branches(8, 8), torch.zeros(4, 8), "80%", **QUIET)
+        plan(branches, torch.zeros(4, 32), "80%", **QUIET)
 
 
 @pytest.mark.rule_of_scratch  # Measured it would be timed here.

@@ -10,10 +10,10 @@ from models import Gpt2, Llama, UNet
 from models.resnet import ResNet
 from small_models import mlp, module_of
 from torch import nn
-from two_ranks import run_two_ranks
+from two_ranks import END, START, run_two_ranks
 
 from sn_memory import BudgetError, PlanError
-from sn_memory.torch import StorageTracker, TraceError, checkpoint_policy
+from sn_memory.torch import TraceError, checkpoint_policy
 from sn_memory.torch.model.step import run_step
 from sn_memory.torch.policy.predict import Numbers
 
@@ -47,22 +47,21 @@ class Awkward(nn.Module):
         return x + nn.functional.dropout(y * y, 0.3, self.training)
 
 
+def awkward():
+    return nn.Sequential(*(Awkward() for _ in range(4)))
+
+
 def tokens():
     return torch.randint(0, 300, (2, 64))
 
 
+WORDS = {"vocabulary": 300, "width": 32, "layers": 2, "heads": 2}
 NETWORKS = {
     "resnet": (lambda: ResNet((1, 2, 1, 1), width=4), lambda: torch.randn(4, 3, 32, 32)),
-    "gpt2": (lambda: Gpt2(vocabulary=300, length=64, width=32, layers=2, heads=2), tokens),
-    "llama": (
-        lambda: Llama(vocabulary=300, width=32, layers=2, heads=2, groups=1, hidden=80),
-        tokens,
-    ),
+    "gpt2": (lambda: Gpt2(**WORDS, length=64), tokens),
+    "llama": (lambda: Llama(**WORDS, groups=1, hidden=80), tokens),
     "unet": (lambda: UNet(width=4), lambda: torch.randn(2, 1, 64, 64)),
-    "awkward": (
-        lambda: nn.Sequential(*(Awkward() for _ in range(4))),
-        lambda: torch.randn(4, 4, 16, 16),
-    ),
+    "awkward": (awkward, lambda: torch.randn(4, 4, 16, 16)),
 }
 
 
@@ -107,10 +106,10 @@ def test_the_peak_is_predicted_and_every_bit_is_the_same(name):
 
 def test_more_bytes_run_less_again_and_all_of_them_nothing():
     model, sample = mlp(), torch.randn(256, 32)
-    found = [policy_of(model, sample, budget) for budget in ("70%", "85%", "100%")]
-    assert found[0].rerun_s > found[1].rerun_s > found[2].rerun_s == 0
-    assert not found[2].saved
-    assert found[2].peak_bytes == found[2].baseline_peak_bytes
+    little, more, whole = (policy_of(model, sample, it) for it in ("70%", "85%", "100%"))
+    assert little.rerun_s > more.rerun_s > whole.rerun_s == 0
+    assert not whole.saved
+    assert whole.peak_bytes == whole.baseline_peak_bytes
 
 
 def test_a_budget_that_cannot_be_had_says_what_can():
@@ -163,11 +162,11 @@ def test_compiled_it_saves_what_it_says(saved, again):
 def test_for_a_compiled_step_it_is_planned_on_its_kernels():
     """The promise is of the compiled step, which holds less."""
 
+    def forward(self, x):
+        return x + self.second(nn.functional.gelu(self.first(x)))
+
     def block():
-        layers = {"first": nn.Linear(16, 64), "second": nn.Linear(64, 16)}
-        return module_of(
-            lambda self, x: x + self.second(nn.functional.gelu(self.first(x))), **layers
-        )
+        return module_of(forward, first=nn.Linear(16, 64), second=nn.Linear(64, 16))
 
     torch._dynamo.reset()
     model, sample = nn.Sequential(block(), block()), torch.randn(256, 16)
@@ -240,15 +239,12 @@ def test_a_block_in_which_something_follows_rrelu_runs_again():
     measured(policy.wrap(model), sample, plain)
 
 
-RANK = """
-import json, sys, torch
-from small_models import mlp, module_of
+RANK = f"""
+{START}
+from small_models import module_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from sn_memory.torch import StorageTracker, checkpoint_policy
-torch.set_num_threads(1)
-rank, store = int(sys.argv[1]), sys.argv[2]
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+from sn_memory.torch import checkpoint_policy
 mesh = init_device_mesh("cpu", (2,))
 torch.manual_seed(0)
 model = module_of(lambda self, x: self.blocks(x).square().mean(), blocks=mlp(8, 64))
@@ -259,32 +255,24 @@ policy.wrap(model)
 for block in model.blocks:
     fully_shard(block, mesh=mesh)
 fully_shard(model, mesh=mesh)
-for _ in range(2):
+for _ in range(steps):
     model.zero_grad()
     tracker = StorageTracker([*model.parameters(), sample])
     with tracker:
         model(sample).backward()
 grads = [float(it.grad.full_tensor().double().sum()) for it in model.parameters()]
 print(json.dumps([expected, tracker.peak_bytes, grads]))
-torch.distributed.destroy_process_group()
-"""
+{END}"""
 
 
 @pytest.mark.slow
 def test_under_fsdp2_on_two_ranks(tmp_path):
     if not torch.distributed.is_available():
         pytest.skip("no torch.distributed")
-    (expected, peak, grads), _ = run_two_ranks(RANK, tmp_path / "store")
+    (expected, peak, grads), _ = run_two_ranks(RANK, tmp_path / "store", 2)
     assert abs(peak - expected) <= 0.1 * expected
     torch.manual_seed(0)
     model, sample = mlp(8, 64), torch.randn(1024, 64)
     model(sample).square().mean().backward()
     plain = [float(it.grad.double().sum()) for it in model.parameters()]
     assert grads == pytest.approx(plain, rel=1e-4, abs=1e-6)
-
-
-def test_the_tracker_is_told_of_every_call():
-    heard = []
-    with StorageTracker(heard=heard.append) as tracker:
-        torch.zeros(256)
-    assert max(heard) == tracker.peak_bytes == 1024

@@ -5,7 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from small_models import mlp
+from small_models import mlp, module_of
 from torch import nn
 
 from sn_memory.torch import StorageTracker, plan
@@ -74,12 +74,12 @@ def test_steps_after_planning_keep_the_budget(draws):
 
 
 def test_a_course_that_does_not_change_is_measured_once():
-    class Looks(nn.Sequential):
-        """Looks at a value and draws, but always runs the same."""
+    """It looks at a value and draws, but always runs the same."""
 
-        def forward(self, x):
-            return super().forward(x).sum() if x.mean().item() < 100 else x.sum()
+    def forward(self, x):
+        return self.layers(x).sum() if x.mean().item() < 100 else x.sum()
 
-    model = Looks(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
+    layers = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
+    model = module_of(forward, layers=layers)
     planned = plan(model, torch.randn(256, 64), "100%", backend="modules")
     assert planned.sn_memory.plan.courses == 1

@@ -2,11 +2,12 @@
 
 import pytest
 import torch
-from small_models import maps_then_weights
+from small_models import maps_then_weights, module_of
+from steps import exact
 from torch import nn
 
 from sn_memory.graph.liveness import peak
-from sn_memory.torch import plan, trace, verify
+from sn_memory.torch import plan, trace
 from sn_memory.torch.trace.trace import Given
 
 
@@ -22,12 +23,8 @@ def kinds(graph):
     return [op.kind for op in backward(graph)]
 
 
-def exact(model, sample):
-    """Plan, run, compare; return what was found."""
-    found = verify(plan(model, sample, "100%", profile=False), sample)
-    assert found.equal, found.different
-    assert found.measured_peak_bytes == found.predicted_peak_bytes
-    return found
+def planned_exactly(model, sample):
+    return exact(plan(model, sample, "100%", profile=False), sample)
 
 
 def head(rows):
@@ -40,13 +37,11 @@ def test_large_gradients_of_small_inputs_come_last():
     last = backward(graph_of(model, sample))[-4:]
     assert len([name for op in last for name in op.outputs]) == 4
     assert {op.kind for op in last} == {"mm", "sum"}
-    exact(model, sample)
+    planned_exactly(model, sample)
     # With overlap each gradient stays where torch computes it.
     orders = [kinds(graph_of(model, sample, overlap=it)) for it in (True, False)]
     assert [it.index("threshold_backward") for it in orders] == [3, 1]
-
-
-def test_gradients_smaller_than_their_inputs_stay():
+    # And so do those that are smaller than their inputs.
     *ops, late = backward(graph_of(*head(4096)))
     # But for that of the last bias: what it sums is the caller's, and there to the end.
     assert (late.kind, late.inputs) == ("sum", ("gradient of output 0",))
@@ -59,21 +54,16 @@ def test_large_maps_and_large_gradients_are_never_held_together():
     gradients = sum(it.nbytes for it in model.parameters())
     assert peak(late).bytes <= late.base_bytes + gradients + 4 * 2 * 1024 * 4
     assert peak(early).bytes > peak(late).bytes
-    exact(model, sample)
+    planned_exactly(model, sample)
 
 
 def test_what_is_written_over_later_is_not_delayed():
     """Twice the same weight: its first gradient is read by the sum of both."""
-
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(64, 64) / 8)
-
-        def forward(self, x):
-            return (x @ self.weight).relu() @ self.weight
-
-    found = exact(Twice(), torch.randn(2, 64))
+    twice = module_of(
+        lambda self, x: (x @ self.weight).relu() @ self.weight,
+        weight=nn.Parameter(torch.randn(64, 64) / 8),
+    )
+    found = planned_exactly(twice, torch.randn(2, 64))
     assert found.predicted_peak_bytes <= found.unplanned_peak_bytes
 
 
@@ -98,7 +88,7 @@ def test_convolutions_in_parts_give_the_same_bits(layer, form):
     sample = torch.randn(2, 3, 16, 16).to(memory_format=form)
     # Weight and bias, then the input; the first layer's input wants none.
     assert kinds(graph_of(model, sample)).count("convolution_backward") == 3
-    exact(model, sample)
+    planned_exactly(model, sample)
 
 
 def test_the_gradient_of_an_input_does_not_hold_that_input():
@@ -116,19 +106,7 @@ def test_frozen_convolutions_stay_one_call():
     model[1].requires_grad_(False)
     sample = torch.randn(2, 3, 16, 16)
     assert kinds(graph_of(model, sample)).count("convolution_backward") == 2 + 1 + 1
-    exact(model, sample)
-
-
-class Pooled(nn.Module):
-    """A wide layer beside a pool lends its weight's memory as the shape of the pool's input."""
-
-    def __init__(self, pool):
-        super().__init__()
-        self.first, self.pool, self.last = nn.Conv2d(3, 4, 3, padding=1), pool, nn.Linear(4096, 8)
-
-    def forward(self, x):
-        pooled = self.pool(self.first(x).exp()).flatten(1)
-        return self.last(nn.functional.pad(pooled, (0, 4096 - pooled.shape[1])))
+    planned_exactly(model, sample)
 
 
 @pytest.mark.parametrize(
@@ -142,34 +120,38 @@ class Pooled(nn.Module):
     ids=str,
 )
 def test_pools_read_the_shape_of_their_input_alone(pool, form):
-    model = Pooled(pool).to(memory_format=form)
+    """A wide layer beside a pool lends its weight's memory as the shape of the pool's input."""
+
+    def forward(self, x):
+        pooled = self.pool(self.first(x).exp()).flatten(1)
+        return self.last(nn.functional.pad(pooled, (0, 4096 - pooled.shape[1])))
+
+    parts = {"first": nn.Conv2d(3, 4, 3, padding=1), "pool": pool, "last": nn.Linear(4096, 8)}
+    model = module_of(forward, **parts).to(memory_format=form)
     sample = torch.randn(1, 3, 16, 16).to(memory_format=form)
     graph = graph_of(model, sample)
     (op,) = (op for op in backward(graph) if "pool" in op.kind)
     (read,) = (op.outputs[0] for op in graph.ops if op.kind == "exp")
     assert read not in op.inputs
     assert "last.weight" in op.inputs
-    exact(model, sample)
+    planned_exactly(model, sample)
 
 
-class TwoBranches(nn.Module):
+def two_branches(self, x, y):
     """The gradient of one input is one of the terms that make up the gradient of the other."""
-
-    def forward(self, x, y):
-        grown, mixed = x.exp(), x + y
-        return grown + mixed.sin() + mixed.cos()
+    grown, mixed = x.exp(), x + y
+    return grown + mixed.sin() + mixed.cos()
 
 
-class Doubled(nn.Module):
+def doubled(self, x):
     """Both terms of the gradient of the input are the same sum."""
-
-    def forward(self, x):
-        twice = x + x
-        return twice.sin() + twice.cos()
+    twice = x + x
+    return twice.sin() + twice.cos()
 
 
-@pytest.mark.parametrize(("model", "inputs"), [(TwoBranches(), 2), (Doubled(), 1)])
-def test_a_sum_that_is_read_otherwise_is_not_left_to_autograd(model, inputs):
+@pytest.mark.parametrize(("forward", "inputs"), [(two_branches, 2), (doubled, 1)])
+def test_a_sum_that_is_read_otherwise_is_not_left_to_autograd(forward, inputs):
+    model = module_of(forward)
     sample = Given(tuple(torch.ones(3, requires_grad=True) for _ in range(inputs)), {})
     part = {"part": True, "shares_inputs": True, "unplanned": False}
     captured = trace(model, sample, profile=False, **part).captured

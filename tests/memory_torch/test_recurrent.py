@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from small_models import module_of
-from steps import same
+from steps import exact, same
 from torch import nn
 
 from sn_memory.base.errors import PlanWarning
@@ -94,14 +94,6 @@ def test_timing_the_ops_of_an_lstm_leaves_the_process_alive():
     assert (done.returncode, done.stdout.strip()) == (0, "True"), done.stderr
 
 
-def planned_as_it_runs(model, sample, budget="100%", profile=False):
-    planned = plan(model, sample, budget, profile=profile)
-    found = verify(planned, sample)
-    assert found.equal, found.different
-    assert found.measured_peak_bytes == found.predicted_peak_bytes
-    return planned
-
-
 @pytest.mark.filterwarnings(ONEDNN_SAYS)
 @pytest.mark.parametrize("name", MODELS)
 def test_planned_and_estimated_as_it_runs(name):
@@ -109,12 +101,14 @@ def test_planned_and_estimated_as_it_runs(name):
     with restore_step(model, sample):
         measured = run_step(model, model, ((sample,), {}), kernels=True).peak_bytes
     assert estimate(model, sample).step_bytes == measured
-    planned_as_it_runs(model, sample, profile=name in ("lstm", "gru", "tagger"))
+    exact(plan(model, sample, "100%", profile=name in ("lstm", "gru", "tagger")), sample)
 
 
 @pytest.mark.parametrize("name", ["layers", "tagger", "halves"])
 def test_less_memory_for_the_same_bits(name):
-    chosen = planned_as_it_runs(MODELS[name](), sample_of(name), "75%").sn_memory.plan
+    planned = plan(MODELS[name](), sample_of(name), "75%", profile=False)
+    exact(planned, sample_of(name))
+    chosen = planned.sn_memory.plan
     assert chosen.peak_bytes <= 0.75 * chosen.baseline_peak_bytes
 
 
@@ -153,26 +147,25 @@ def test_a_fake_layer_returns_what_the_kernel_does(shape, dtype):
 LENGTHS = [7, 6, 4, 4, 1]
 
 
-def test_packed_sequences_are_planned_by_modules_and_right():
-    """Sequences of several lengths, packed inside the model."""
+@pytest.mark.parametrize("packed", ["inside", "as an argument"])
+def test_packed_sequences_are_planned_by_modules_and_right(packed):
+    """Sequences of several lengths."""
 
     def forward(self, x):
-        packed = nn.utils.rnn.pack_padded_sequence(x, LENGTHS)
-        return nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0])[0]
+        x = nn.utils.rnn.pack_padded_sequence(x, LENGTHS)
+        return nn.utils.rnn.pad_packed_sequence(self.lstm(x)[0])[0]
 
-    model, sample = module_of(forward, lstm=nn.LSTM(WIDTH, HIDDEN)), sample_of("packed")
+    model, sample = nn.LSTM(WIDTH, HIDDEN), sample_of("packed")
+    if packed == "inside":
+        model = module_of(forward, lstm=model)
+    else:
+        sample = nn.utils.rnn.pack_padded_sequence(sample, LENGTHS)
     with pytest.warns(PlanWarning, match="planned by modules"):
         planned = plan(model, sample, "100%")
     assert verify(planned, sample).equal
-
-
-def test_a_packed_sequence_is_one_argument():
-    sample = nn.utils.rnn.pack_padded_sequence(sample_of("packed"), LENGTHS)
-    with pytest.warns(PlanWarning, match="planned by modules"):
-        planned = plan(nn.LSTM(WIDTH, HIDDEN), sample, "100%")
-    assert verify(planned, sample).equal
+    if packed == "inside":
+        return
     # A trace cannot be made, as rows of a step depend on values; a step knows those.
-    model = nn.LSTM(WIDTH, HIDDEN)
     found = estimate(model, sample)
     with restore_step(model, sample):
         measured = run_step(model, model, ((sample,), {})).peak_bytes

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from small_models import module_of
 from steps import grads
 from steps import same as equal
 from torch import nn
@@ -102,18 +103,14 @@ def test_percent_are_of_the_plain_step(form):
 
 
 def test_scalars_beside_the_first_may_be_part_of_the_loss():
-    class Several(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(()))
+    def forward(self, x, first):
+        found = self.layer(x) * self.scale
+        parts = (found.mean(), found.square().mean(), found)
+        return parts if first else (found, parts[0])
 
-        def forward(self, x, first):
-            found = self.layer(x) * self.scale
-            parts = (found.mean(), found.square().mean(), found)
-            return parts if first else (found, parts[0])
-
+    model = module_of(forward, layer=nn.Linear(4, 4), scale=nn.Parameter(torch.ones(())))
     for first, ends in ((True, (True, True, False)), (False, (True, True))):
-        traced = trace(Several(), (torch.randn(2, 4), first), profile=False)
+        traced = trace(model, (torch.randn(2, 4), first), profile=False)
         assert traced.captured.ends == ends
 
 
@@ -165,13 +162,11 @@ def test_later_steps_are_planned_for_all_outputs():
     for name in ("all", "other"):
         steps(pair, name)
     assert planned.sn_memory.inputs.running.captured.ends == (True, True, True)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_logits_alone_take_what_the_plain_step_takes():
+    # Logits alone take what the plain step takes.
     pair = *_, planned, _ = make_pair()
-    for _ in range(2):
+    with pytest.warns(PlanWarning, match="planned for what was requested"):
         steps(pair, "logits")
+    steps(pair, "logits")
     assert planned.sn_memory.inputs.running.captured.ends == (True, False, False)
 
 
@@ -225,15 +220,14 @@ def test_hooks_on_parameters_see_what_the_plain_step_shows():
                 lambda leaf, name=name, own=own: seen[own].append((name, leaf.grad))
             )
     for name in ("loss", "penalty", "other", "loss"):
-        seen[mine].clear()
-        seen[model].clear()
+        for calls in seen.values():
+            calls.clear()
         steps(pair, name)
         # Of a parameter that may have a gradient and has none, torch calls them with None.
-        calls = [[it for it in seen[own] if it[1] is not None] for own in (mine, model)]
-        got, expected = map(dict, calls)
-        assert [len(got), len(expected)] == [len(it) for it in calls]
-        assert got.keys() == expected.keys()
-        assert all(torch.equal(got[it], expected[it]) for it in got)
+        called = [sorted(it for it in seen[own] if it[1] is not None) for own in (mine, model)]
+        (names, got), (expected_names, expected) = (zip(*it, strict=True) for it in called)
+        assert names == expected_names
+        assert equal(got, expected)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -51,6 +51,20 @@ def of_tasks(width=32):
     return model, mine, steps
 
 
+def trained_alike(planned, mine, model, x, steps, micro_batches=1):
+    """Train both by all tasks in turn: same gradients, unless the host has them, and same state."""
+    for task in TASKS:
+        for micro in range(micro_batches):
+            micro_task = "first" if task == "two" and micro else task
+            for it in (planned, model):
+                LOSSES[micro_task](it(x + micro)).backward()
+            assert planned.sn_memory.state or same(grads(mine), grads(model))
+        for step in steps:
+            step.step()
+            step.zero_grad()
+        assert same(mine.state_dict().values(), model.state_dict().values())
+
+
 @pytest.mark.filterwarnings("ignore:.* finds gradients")
 @pytest.mark.parametrize(
     ("backend", "accumulate"), [("graph", False), ("graph", True), ("modules", True)]
@@ -59,16 +73,7 @@ def test_optimizers_pass_over_what_has_no_gradient(backend, accumulate):
     model, mine, steps = of_tasks()
     x = torch.randn(16, 8)
     planned = plan(mine, x, "100%", backend=backend, profile=False)
-    for task in TASKS:
-        for micro in range(1 + accumulate):
-            micro_task = "first" if task == "two" and micro else task
-            for it in (planned, model):
-                LOSSES[micro_task](it(x + micro)).backward()
-            assert same(grads(mine), grads(model))
-        for step in steps:
-            step.step()
-            step.zero_grad()
-        assert same(mine.state_dict().values(), model.state_dict().values())
+    trained_alike(planned, mine, model, x, steps, 1 + accumulate)
 
 
 @pytest.mark.parametrize(
@@ -79,13 +84,7 @@ def test_what_rests_on_the_host_is_not_updated_either(update, budget, in_place):
     model, mine, steps = of_tasks(width=128)
     x, state = torch.randn(4, 8), HostState(in_place=in_place, update=update)
     planned = plan(mine, x, budget, profile=False, state=state, optimizer=steps[0])
-    for task in TASKS:
-        for it in (planned, model):
-            LOSSES[task](it(x)).backward()
-        for step in steps:
-            step.step()
-            step.zero_grad()
-        assert same(mine.state_dict().values(), model.state_dict().values())
+    trained_alike(planned, mine, model, x, steps)
 
 
 def test_an_input_has_none_either():

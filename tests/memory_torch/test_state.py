@@ -2,15 +2,17 @@
 
 import copy
 import gc
+import itertools
 import threading
 import weakref
 from concurrent.futures import Future
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
 from late_lanes import OddLanes
-from small_models import most_scratch
+from small_models import module_of, most_scratch
 from steps import grads, optimizer_tensors, same
 from torch import nn
 
@@ -77,19 +79,17 @@ def pair(make="adamw", budget="50%", update="step", model=None, in_place=False, 
 
 def trained(model, optimizer, data, *, clip=None, scheduler=None, micro=1, scaler=None):
     losses = []
+    scaler = scaler or torch.amp.GradScaler("cpu", enabled=False)
     for at, numbers in enumerate(data, start=1):
         loss = model(numbers)
-        (loss if scaler is None else scaler.scale(loss)).backward()
+        scaler.scale(loss).backward()
         losses.append(loss.item())
         if at % micro:
             continue
         if clip is not None:
             losses.append(nn.utils.clip_grad_norm_(model.parameters(), clip).item())
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
@@ -207,13 +207,16 @@ STEP_LR = {"scheduler": lambda optimizer: torch.optim.lr_scheduler.StepLR(optimi
 SCALER = {"scaler": lambda _: torch.amp.GradScaler("cpu", init_scale=1024.0)}
 
 
+CLIPPED = {"clip": 0.1, "micro": 2}
+
+
 @pytest.mark.parametrize(
     ("make", "update", "in_place", "loop"),
     [
         ("momentum", "step", True, STEP_LR),
         ("momentum", "backward", False, STEP_LR),
-        ("adamw", "step", True, {"clip": 0.1, "micro": 2}),
-        ("adamw", "step", False, {"clip": 0.1, "micro": 2}),
+        ("adamw", "step", True, CLIPPED),
+        ("adamw", "step", False, CLIPPED),
         ("adamw", "step", False, SCALER),
     ],
 )
@@ -254,16 +257,14 @@ def test_what_needs_all_gradients_says_so_where_they_are_used_up():
 
 
 def test_a_parameter_that_is_not_trained_may_lie_on_the_host():
-    torch.manual_seed(0)
     model = Net()
-    for layer in model.layers[:2]:
-        layer.requires_grad_(False)
+    model.layers[:2].requires_grad_(False)
     assert trains_alike(pair("adamw", "65%", "backward", model), batches(3))
 
 
 def test_parameters_that_the_optimizer_does_not_have_keep_their_gradients():
-    model, plain = Net(), Net()
-    plain.load_state_dict(model.state_dict())
+    model = Net()
+    plain = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.layers.parameters())
     mine = plan(model, batches(1)[0], "60%", optimizer=optimizer, state="host", **SETTINGS)
     mine(batches(1)[0]).backward()
@@ -302,10 +303,6 @@ def test_inputs_of_another_size(in_place):
         assert torch.equal(mine(batches(1, 4)[0]), plain(batches(1, 4)[0]))
 
 
-class BrokenError(Exception):
-    pass
-
-
 @EACH_WAY
 def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update, in_place):
     """Parameters are those before or after their own update; the next step is as ever."""
@@ -317,18 +314,11 @@ def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update, in_place)
     before = dict(copy.deepcopy(mine).named_parameters())
     trained(plain, optimizers[1], data[1:2])
     after = dict(plain.named_parameters())
-    left = [3]
-    real = parameter.updated
-
-    def breaks(*args):
-        left[0] -= 1
-        if left[0] < 0:
-            raise BrokenError
-        return real(*args)
-
+    broken, real = Mock(side_effect=InterruptedError), parameter.updated
+    some = itertools.chain([real] * 3, itertools.repeat(broken))
     with monkeypatch.context() as patch:
-        patch.setattr(parameter, "updated", breaks)
-        with pytest.raises(BrokenError):
+        patch.setattr(parameter, "updated", lambda *args: next(some)(*args))
+        with pytest.raises(InterruptedError):
             trained(mine, optimizers[0], data[1:2])
     now = mine.state_dict()
     changed = [name for name in before if not torch.equal(now[name], before[name])]
@@ -339,6 +329,12 @@ def test_an_exception_in_the_middle_loses_nothing(monkeypatch, update, in_place)
     trained(mine, optimizers[0], data)
 
 
+def test_where_all_fits_nothing_moves():
+    both = pair("adamw", "100%")
+    assert set(both[0].sn_memory.state.places.values()) == {"device"}
+    assert trains_alike(both, batches(2))
+
+
 def test_the_least_that_can_be_had_is_said():
     with pytest.raises(BudgetError) as caught:
         pair("adamw", "5%", "backward")
@@ -346,12 +342,6 @@ def test_the_least_that_can_be_had_is_said():
     least = int(1.25 * caught.value.peak_bytes)
     mine, *_ = pair("adamw", least, "backward")
     assert mine.sn_memory.plan.peak_bytes <= least
-
-
-def test_where_all_fits_nothing_moves():
-    both = pair("adamw", "100%")
-    assert set(both[0].sn_memory.state.places.values()) == {"device"}
-    assert trains_alike(both, batches(2))
 
 
 class Normed(nn.Module):
@@ -410,11 +400,15 @@ def test_what_was_touched_on_the_host_stays_resident_only_where_updates_are_made
     for layer in held.hold(model):
         layer.reset_parameters()
     size = sum(it.nbytes for it in model.parameters())
+
+    def sums():
+        return [it.detach().double().sum().item() for it in model.parameters()]
+
     assert mapped_bytes(tmp_path) > 0.9 * size
-    values = [it.detach().double().sum().item() for it in model.parameters()]
+    values = sums()
     held.let_go()
     assert mapped_bytes(tmp_path) < 0.1 * size
-    assert [it.detach().double().sum().item() for it in model.parameters()] == values
+    assert sums() == values
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     sample = torch.randn(4, 1024)
     mine = plan(model, sample, "45%", optimizer=optimizer, state=held, **SETTINGS)
@@ -423,7 +417,7 @@ def test_what_was_touched_on_the_host_stays_resident_only_where_updates_are_made
         optimizer.step()
         optimizer.zero_grad()
     assert (mapped_bytes(tmp_path) > 0.5 * size) == in_place
-    assert [it.detach().double().sum().item() for it in model.parameters()] != values
+    assert sums() != values
 
 
 def test_a_buffer_that_nothing_would_load_is_refused(tmp_path):
@@ -509,11 +503,8 @@ def test_a_time_of_updates_is_one_of_two():
 
 
 def test_a_model_on_a_device_without_streams_is_refused():
-    class There(nn.Parameter):
-        device = torch.device("mps")
-
     model = Net()
-    model.norm.bias.__class__ = There
+    model.norm.bias.__class__ = type("There", (nn.Parameter,), {"device": torch.device("mps")})
     with pytest.raises(PlanError, match="on mps"):
         check_model(model)
 
@@ -533,28 +524,14 @@ def test_verify_is_refused_and_groups_stay_and_the_file_goes_with_the_model():
     assert held() is None
 
 
-class Attacked(nn.Module):
-    """Takes numbers, so that it can be asked for the gradient of its input."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
-
-    def forward(self, x):
-        return self.layers(x).square().mean()
-
-
 @EACH_WAY
 def test_a_backward_pass_for_inputs_alone_uses_no_gradient_of_a_parameter(update, in_place):
     """As in adversarial training: the step after it is the first of its own."""
+    layers = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
+    model = module_of(lambda self, x: self.layers(x).square().mean(), layers=layers)
     x = torch.randn(16, 32)
-    mine, plain, *optimizers = pair(
-        model=Attacked(),
-        update=update,
-        in_place=in_place,
-        sample=x.clone().requires_grad_(),
-        budget="70%",
-    )
+    sample = x.clone().requires_grad_()
+    mine, plain, *optimizers = pair("adamw", "70%", update, model, in_place, sample)
     for step in range(3):
         found = []
         for model, optimizer in zip((mine, plain), optimizers, strict=True):
@@ -572,8 +549,9 @@ def test_a_backward_pass_for_inputs_alone_uses_no_gradient_of_a_parameter(update
         assert same(*found)
         assert alike(mine, plain)
     weights = [*mine.parameters()]
-    with pytest.raises(ReplayError, match="gradients of some parameters alone are requested"):
+    some_alone = "gradients of some parameters alone are requested"
+    with pytest.raises(ReplayError, match=some_alone):
         torch.autograd.grad(mine(x), weights[:2])
-    with pytest.raises(ReplayError, match="gradients of some parameters alone are requested"):
+    with pytest.raises(ReplayError, match=some_alone):
         mine(x).backward(inputs=weights[:2])
     assert all(weight.grad is None for weight in weights)

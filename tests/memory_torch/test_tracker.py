@@ -48,9 +48,10 @@ def test_storages_resized_are_seen():
     assert tracker.peak_bytes == 16000
 
 
-def test_rounding_and_ignoring():
-    ignored = torch.zeros(50)
-    with StorageTracker(allocator="torch", ignored=[ignored]) as tracker:
+def test_rounding_and_ignoring_and_every_call_is_heard():
+    ignored, heard = torch.zeros(50), []
+    with StorageTracker(allocator="torch", ignored=[ignored], heard=heard.append) as tracker:
         kept = torch.ones(1) * ignored[:1]
     assert tracker.live_bytes == 512
+    assert max(heard) == tracker.peak_bytes == 1024
     assert kept.numel() == 1

@@ -107,31 +107,17 @@ def test_the_trainer(tmp_path, way, backend):
     assert planned.sn_memory.plan.decided("recompute")
     # Checkpointing changes no result. What it would save is not the plan's, so it is left out.
     losses, weights, most = by_trainer(gpt2(), tmp_path / "plain", **WAYS[way])
-    says = pytest.warns(
-        PlanWarning, match="checkpointing was requested of a planned GPT2LMHeadModel"
-    )
+    says = pytest.warns(PlanWarning, match="checkpointing was requested of a planned GPT2LMHead")
     with says if way == "checkpointing" else no_warning():
-        mine = by_trainer(planned, tmp_path / "planned", **WAYS[way])
+        *mine, peak = by_trainer(planned, tmp_path / "planned", **WAYS[way])
     # All by the plan, and later micro-batches by that with the gradients of earlier ones.
     assert planned.sn_memory.inputs.count == STEPS * count
     assert len(planned.sn_memory.kinds) == 1
     assert len(planned.sn_memory.inputs.later) == (way == "accumulation")
     assert mine[0] == losses
     assert same(mine[1], weights)
-    assert mine[2] <= planned.sn_memory.plan.budget_bytes
-    assert mine[2] < most or way == "checkpointing"
-
-
-@RENAMED
-def test_checkpointing_of_a_copy_is_the_models_own():
-    planned = plan(gpt2(), {"input_ids": tokens(4), "labels": tokens(4)}, "100%", **SETTINGS)
-    with pytest.warns(PlanWarning, match="ignored"):
-        planned.gradient_checkpointing_enable()
-    flags = [it.gradient_checkpointing for it in planned.modules() if "GPT2Block" in str(type(it))]
-    assert flags == [False] * 3
-    twin = copy.deepcopy(planned)
-    twin.gradient_checkpointing_enable()
-    assert twin.transformer.h[0].gradient_checkpointing
+    assert peak <= planned.sn_memory.plan.budget_bytes
+    assert peak < most or way == "checkpointing"
 
 
 class Handing(torch.nn.Module):
@@ -152,16 +138,19 @@ class Handing(torch.nn.Module):
 
 
 @RENAMED
-def test_checkpointing_of_a_model_inside_a_wrapper_is_left_out():
+@pytest.mark.parametrize("wrap", [lambda model: model, Handing], ids=["alone", "wrapped"])
+def test_checkpointing_is_left_out_and_that_of_a_copy_is_its_own(wrap):
     """Once it was on, dropout was drawn in the backward pass, and no plan of ops was possible."""
-    sample = {"input_ids": tokens(4), "labels": tokens(4)}
-    planned = plan(Handing(gpt2()), sample, "100%", **SETTINGS)
-    with pytest.warns(PlanWarning, match="of a planned Handing and ignored"):
+    model = wrap(gpt2())
+    planned = plan(model, {"input_ids": tokens(4), "labels": tokens(4)}, "100%", **SETTINGS)
+    with pytest.warns(PlanWarning, match=f"of a planned {type(model).__name__} and ignored"):
         planned.gradient_checkpointing_enable()
-    assert not planned.is_gradient_checkpointing
     twin = copy.deepcopy(planned)
     twin.gradient_checkpointing_enable()
-    assert twin.is_gradient_checkpointing
+    for it, on in ((planned, False), (twin, True)):
+        blocks = [block for block in it.modules() if type(block).__name__ == "GPT2Block"]
+        assert [block.gradient_checkpointing for block in blocks] == [on] * 3
+        assert it.is_gradient_checkpointing == on
 
 
 @pytest.mark.slow
@@ -280,16 +269,16 @@ def by_accelerate(planned_when=None, backend="graph", **settings):
     ],
 )
 def test_accelerate(when, backend, precision):
-    plain = by_accelerate(mixed_precision=precision)
+    losses, weights, most, _ = by_accelerate(mixed_precision=precision)
     with no_warning():
-        mine = by_accelerate(when, backend, mixed_precision=precision)
-    record = mine[3].sn_memory
+        *mine, peak, planned = by_accelerate(when, backend, mixed_precision=precision)
+    record = planned.sn_memory
     assert record.inputs.count == STEPS
-    assert mine[0] == plain[0]
-    assert same(mine[1], plain[1])
+    assert mine[0] == losses
+    assert same(mine[1], weights)
     assert record.plan.decided("recompute")
     if precision == "no":
-        assert mine[2] <= record.plan.budget_bytes < plain[2]
+        assert peak <= record.plan.budget_bytes < most
     else:
         with pytest.raises(TraceError, match="forward was replaced on the instance"):
             by_accelerate("after", backend, mixed_precision="bf16")
@@ -414,21 +403,19 @@ def compiled_inside_lightning(folder):
     by_lightning(module, folder)
 
 
-BY_COMPILE = "Plan with backend='compile'"
+COMPILED = {
+    "by the Trainer": compiled_by_the_trainer,
+    "by Lightning": compiled_by_lightning,
+    "inside Lightning": compiled_inside_lightning,
+    "by accelerate, before": lambda _: by_accelerate("before", dynamo_backend="eager"),
+    "by accelerate, after": lambda _: by_accelerate("after", dynamo_backend="eager"),
+}
 
 
 @LIGHTNINGS_OWN
-@pytest.mark.parametrize(
-    ("compiled", "words"),
-    [
-        (compiled_by_the_trainer, BY_COMPILE),
-        (compiled_by_lightning, BY_COMPILE),
-        (compiled_inside_lightning, BY_COMPILE),
-        (lambda _: by_accelerate("before", dynamo_backend="eager"), BY_COMPILE),
-        (lambda _: by_accelerate("after", dynamo_backend="eager"), "was given to torch"),
-    ],
-)
-def test_compiled_from_outside_it_is_refused(tmp_path, compiled, words):
+@pytest.mark.parametrize("by", COMPILED)
+def test_compiled_from_outside_it_is_refused(tmp_path, by):
     torch._dynamo.reset()
+    words = "was given to torch" if by.endswith("after") else "Plan with backend='compile'"
     with pytest.raises(TraceError, match=words):
-        compiled(tmp_path)
+        COMPILED[by](tmp_path)

@@ -4,10 +4,11 @@ import copy
 import math
 import resource
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
-from small_models import Everything, images, mlp
+from small_models import Everything, images, mlp, module_of
 from steps import grads, mean_of_squares, step_of
 from steps import same as equal
 from torch import nn
@@ -32,43 +33,34 @@ def same(model, planned, sample, loss_of=mean_of_squares):
     return equal(*results)
 
 
-def refused_with(error, model, sample, words, **settings):
-    with pytest.raises(error, match=words):
-        plan(model, sample, "80%", backend="graph", **SETTINGS, **settings)
+def refused_with(words, model, sample):
+    with pytest.raises(TraceError, match=words):
+        plan(model, sample, "80%", backend="graph", **SETTINGS)
 
 
-class AsksForFakes(nn.Module):
+def asks_for_fakes(otherwise):
     """Takes another course under fake tensors."""
-
-    def __init__(self, otherwise):
-        super().__init__()
-        self.otherwise, self.layers = otherwise, mlp(4)
 
     def forward(self, x):
         x = self.layers(x)
         if isinstance(x, FakeTensor):
-            return self.otherwise(x)
+            return otherwise(x)
         return x if (x != 0).any() else x + 1
 
-
-def raises(error):
-    def otherwise(x):
-        raise error
-
-    return otherwise
+    return module_of(forward, layers=mlp(4))
 
 
 @pytest.mark.parametrize(
     ("otherwise", "words"),
     [
         (lambda x: 1.01 * x, "not those of the model"),
-        (raises(RuntimeError("of BF16 type")), "RuntimeError under fake tensors .*test_trial"),
-        (raises(KeyError("no")), "KeyError under fake tensors .*test_trial"),
+        (lambda x: x @ x, "RuntimeError under fake tensors .*test_trial"),
+        (lambda x: {}["no"], "KeyError under fake tensors .*test_trial"),
     ],
 )
 def test_a_step_that_fails_or_has_other_results_is_not_used(otherwise, words):
-    model, sample = AsksForFakes(otherwise), torch.randn(64, 32)
-    refused_with(TraceError, model, sample, words.partition(" under")[0])
+    model, sample = asks_for_fakes(otherwise), torch.randn(64, 32)
+    refused_with(words.partition(" under")[0], model, sample)
     with pytest.warns(PlanWarning, match=words):
         planned = plan(model, sample, "80%", **SETTINGS)
     assert planned.sn_memory.backend == "regions"
@@ -76,7 +68,7 @@ def test_a_step_that_fails_or_has_other_results_is_not_used(otherwise, words):
 
 
 def test_a_step_that_rounds_otherwise_says_so():
-    model, sample = AsksForFakes(lambda x: x * 3 / 3), torch.randn(64, 32)
+    model, sample = asks_for_fakes(lambda x: x * 3 / 3), torch.randn(64, 32)
     with pytest.warns(PlanWarning, match="but for rounding.*looks at values .*test_trial.py"):
         planned = plan(model, sample, "80%", **SETTINGS)
     assert planned.sn_memory.backend == "graph"
@@ -119,20 +111,15 @@ def test_a_baseline_that_is_not_the_plain_steps_is_in_the_notes(monkeypatch):
     assert "(+2.0 %) as traced" in note
 
 
-class Reentrant(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.layers = nn.Linear(32, 32), mlp(4)
-
+def test_reentrant_checkpoints_lead_to_modules():
     def forward(self, x):
         x = self.first(x)
         for layer in self.layers:
             x = checkpoint(layer, x, use_reentrant=True)
         return x
 
-
-def test_reentrant_checkpoints_lead_to_modules():
-    model, sample = Reentrant(), torch.randn(64, 32)
+    model = module_of(forward, first=nn.Linear(32, 32), layers=mlp(4))
+    sample = torch.randn(64, 32)
     with pytest.warns(PlanWarning, match="by modules"):
         planned = plan(model, sample, "100%", **SETTINGS)
     assert planned.sn_memory.backend == "modules"
@@ -197,20 +184,6 @@ def test_a_trial_leaves_no_mark():
     assert all(torch.equal(it, values[name]) for name, it in model.state_dict().items())
 
 
-class FloatInside(nn.Module):
-    """A product in float32 in the middle: inside autocast its backward pass is in bfloat16."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
-
-    def forward(self, x):
-        x = torch.tanh(self.first(x))
-        with torch.autocast("cpu", enabled=False):
-            x = x.float() @ self.last.weight.T
-        return self.last(torch.tanh(x))
-
-
 def autocast():
     return torch.autocast("cpu", torch.bfloat16)
 
@@ -226,7 +199,16 @@ def gradients_of(model, sample, *, inside):
 
 @pytest.mark.parametrize("backend", ["graph", "modules", "compile"])
 def test_backward_outside_autocast(backend):
-    model, sample = FloatInside(), torch.randn(64, 32)
+    """A product in float32 in the middle: inside autocast its backward pass is in bfloat16."""
+
+    def forward(self, x):
+        x = torch.tanh(self.first(x))
+        with torch.autocast("cpu", enabled=False):
+            x = x.float() @ self.last.weight.T
+        return self.last(torch.tanh(x))
+
+    model = module_of(forward, first=nn.Linear(32, 32), last=nn.Linear(32, 32))
+    sample = torch.randn(64, 32)
     with autocast():
         planned = plan(model, sample, "100%", backend=backend, **SETTINGS)
         assert verify(planned, sample).equal
@@ -246,35 +228,24 @@ def test_backward_inside_autocast_where_that_is_the_same():
     assert equal(*(gradients_of(it, sample, inside=True) for it in (model, planned)))
 
 
-class Scored(nn.Module):
-    """Returns a loss by that name, and scores beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = mlp(4)
+def test_verify_follows_the_loss():
+    """Of a model that returns a loss by that name, and scores beside it."""
 
     def forward(self, x):
         scores = self.layers(x)
         return {"loss": scores.square().mean(), "scores": scores}
 
-
-def test_verify_follows_the_loss():
-    model, sample = Scored(), torch.randn(64, 32)
-    planned = plan(model, sample, "90%", **SETTINGS)
+    sample = torch.randn(64, 32)
+    planned = plan(module_of(forward, layers=mlp(4)), sample, "90%", **SETTINGS)
     assert verify(planned, sample).equal
-    seen = []
-
-    def of_scores(out):
-        seen.append(1)
-        return out["scores"].sum()
-
+    of_scores = Mock(side_effect=lambda out: out["scores"].sum())
     # Planned is the loss that the model returns; the first step with another says so.
     with pytest.warns(PlanWarning, match="an output other than the loss is requested"):
         assert verify(planned, sample, loss=of_scores).equal
-    assert len(seen) == 6
+    assert of_scores.call_count == 6
     found = verify(planned, sample, loss=of_scores)
     assert found.equal
-    assert len(seen) == 12
+    assert of_scores.call_count == 12
     # Beside a few numbers of Python, which are tensors of 4 or 8 bytes while an op has them.
     assert found.measured_peak_bytes <= found.predicted_peak_bytes + 64
     assert found.predicted_peak_bytes <= planned.sn_memory.budget_bytes
@@ -291,18 +262,16 @@ def test_a_limit_of_the_process_counts_as_memory_that_is_not_there(monkeypatch):
         assert not trial.enough_memory(1000, cpu)
 
 
-class SetsAtFirst(nn.Module):
+def sets_at_first(then=lambda model, x: x):
     """Notes something in its first forward pass, as `config.problem_type` in transformers."""
-
-    def __init__(self, then=lambda model, x: x):
-        super().__init__()
-        self.inner, self.then, self.noted = mlp(6), then, None
 
     def forward(self, x):
         if self.noted is None:
-            x = self.then(self, x)
+            x = then(self, x)
             self.noted = "single"
         return self.inner(x)
+
+    return module_of(forward, inner=mlp(6), noted=None)
 
 
 def initialises(model, x):
@@ -313,7 +282,7 @@ def initialises(model, x):
 
 
 def test_what_a_first_forward_sets_is_planned_for():
-    model, sample = SetsAtFirst(), torch.randn(128, 32)
+    model, sample = sets_at_first(), torch.randn(128, 32)
     planned = plan(model, sample, "80%", backend="graph", **SETTINGS)
     assert model.noted is None
     assert same(model, planned, sample)
@@ -324,17 +293,17 @@ def test_what_a_first_forward_sets_is_planned_for():
     [(initialises, "writes into parameters in its first run"), (lambda model, x: x * 2, "results")],
 )
 def test_a_first_forward_that_computes_otherwise_is_none_of_the_others(then, why):
-    refused_with(TraceError, SetsAtFirst(then), torch.randn(128, 32), why)
+    refused_with(why, sets_at_first(then), torch.randn(128, 32))
 
 
 def test_the_reason_against_a_plan_of_ops_is_in_the_refusal():
-    class Counts(SetsAtFirst):
-        def forward(self, x):
-            self.noted = object()
-            return self.inner(x)
+    def forward(self, x):
+        self.noted = object()
+        return self.inner(x)
 
+    model = module_of(forward, inner=mlp(6), noted=None)
     with pytest.raises(BudgetError, match=r"by regions because it cannot be traced: .*sets noted"):
-        plan(Counts(), torch.randn(128, 32), "30%", **SETTINGS)
+        plan(model, torch.randn(128, 32), "30%", **SETTINGS)
 
 
 @pytest.mark.parametrize(

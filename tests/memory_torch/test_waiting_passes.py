@@ -9,10 +9,12 @@ import copy
 import gc
 import weakref
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import steps
 import torch
+from region_models import WIDTH, Looks
 from small_models import Everything, images, mlp
 from steps import grads, same
 from torch import nn
@@ -22,37 +24,17 @@ from sn_memory.torch import PlanWarning, ReplayError, StorageTracker, plan
 from sn_memory.torch.accumulation import peak_of_several
 from sn_memory.torch.model.tracker import AllocationTracker
 
-WIDTH = 32
 SETTINGS = {"profile": False, "time_limit_s": 1.0}
 BY_PARTS = pytest.mark.parametrize("backend", ["modules", "regions"])
 
 
-class Looks(nn.Module):
-    """Looks at a value after each block, so that it does not trace whole."""
-
-    def __init__(self, blocks=4):
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
-            for _ in range(blocks)
-        )
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = x + block(x)
-            if x.mean().item() > 1e6:
-                break
-        return x.square().mean()
-
-
-class InObject:
-    def __init__(self, loss):
-        self.loss = loss
-
-
 class ReturnsObject(Looks):
     def forward(self, x):
-        return InObject(super().forward(x))
+        return SimpleNamespace(loss=super().forward(x))
+
+
+def layers():
+    return nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
 
 def rows(seed=0):
@@ -61,7 +43,7 @@ def rows(seed=0):
 
 @cache
 def planned_once(backend, net):
-    model = net()
+    model = net(make=layers)
     planned = plan(copy.deepcopy(model), rows(), "70%", backend=backend, **SETTINGS)
     assert planned.sn_memory.plan.decided("recompute")
     return planned, model
@@ -117,7 +99,7 @@ def test_several_passes_are_said_with_their_bytes(backend, count, loop):
 
 @BY_PARTS
 def test_with_room_for_all_passes_nothing_is_said(backend):
-    one_loss(plan(Looks(2), rows(), "400%", backend=backend, **SETTINGS), 2)
+    one_loss(plan(Looks(2, layers), rows(), "400%", backend=backend, **SETTINGS), 2)
 
 
 @BY_PARTS
@@ -280,18 +262,14 @@ def test_what_is_kept_goes_with_the_graph():
     assert all(it() is None or it()._cdata in there for it in gone)
 
 
-def test_a_warning_says_what_is_kept():
+def test_a_warning_says_once_what_is_kept():
     sample = torch.randn(256, WIDTH)
     planned = plan(mlp(), sample, "70%", backend="graph", **SETTINGS)
-
-    def run():
-        planned(sample).sum().backward(retain_graph=True)
-        planned.zero_grad()
-
     with pytest.warns(PlanWarning, match=r"keeps its graph \(retain_graph=True\)") as warned:
-        run()
+        planned(sample).sum().backward(retain_graph=True)
     assert warned[0].filename == __file__
-    run()
+    planned.zero_grad()
+    planned(sample).sum().backward(retain_graph=True)
 
 
 def test_in_the_middle_an_exception_leaves_the_rest_for_another_pass():

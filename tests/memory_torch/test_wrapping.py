@@ -5,10 +5,13 @@ import inspect
 import re
 import typing
 import warnings
+from operator import attrgetter
+from types import MethodType
+from unittest.mock import Mock
 
 import pytest
 import torch
-from small_models import mlp
+from small_models import mlp, module_of
 from steps import grads, rows, same
 from torch import nn
 
@@ -50,33 +53,24 @@ def some(seed=0):
 
 def runs_of(planned):
     """Count the planned steps of a model from now on."""
-    ran = []
+    counted = Mock()
     for step in planned.sn_memory.steps.values():
-
-        def run(*given, own=step.run):
-            ran.append(1)
-            return own(*given)
-
-        step.run = run
-    return ran
+        step.run = Mock(side_effect=step.run)
+        counted.attach_mock(step.run, "run")
+    return counted.mock_calls
 
 
 def test_the_forward_says_of_itself_what_the_class_says():
     model = Documented()
     planned = plan(model, some(), "100%", **SETTINGS)
-    for mine, theirs in (
-        (planned.forward, model.forward),
-        (type(planned).forward, Documented.forward),
+    for of in (
+        *(inspect.signature, inspect.getfullargspec, inspect.getdoc, typing.get_type_hints),
+        *map(attrgetter, ("__annotations__", "__name__", "__qualname__", "__module__")),
     ):
-        assert inspect.signature(mine) == inspect.signature(theirs)
-        assert inspect.getfullargspec(mine) == inspect.getfullargspec(theirs)
-        assert mine.__annotations__ == theirs.__annotations__
-        assert typing.get_type_hints(mine) == typing.get_type_hints(theirs)
-        assert inspect.getdoc(mine) == "Compute rows from rows."
-        assert mine.__name__ == "forward"
-        assert mine.__qualname__ == theirs.__qualname__
-        assert mine.__module__ == theirs.__module__
+        assert of(planned.forward) == of(model.forward)
+        assert of(type(planned).forward) == of(Documented.forward)
     assert inspect.getdoc(planned) == inspect.getdoc(model)
+    assert inspect.getdoc(planned.forward) == "Compute rows from rows."
 
 
 class Placed(Documented):
@@ -179,16 +173,10 @@ def gain_of(module):
     return module.gain
 
 
-class Last(nn.Module):
-    def forward(self, x):
-        return x * self.around[0].gain
-
-
 class FromInside(Noting):
     def __init__(self):
         super().__init__()
-        self.append(Last())
-        self[-1].around = [self]
+        self.append(module_of(lambda last, x: x * last.around[0].gain, around=[self]))
 
 
 def test_what_a_training_step_notes_is_no_other_kind():
@@ -220,89 +208,79 @@ def test_what_a_forward_reads_is_another_kind(how):
     assert torch.equal(out, model(some()))
 
 
-@pytest.mark.parametrize(
-    ("given", "says"),
-    [
-        ({"x": torch.zeros(3, 32)}, r"x is float32 of shape \(3, 32\), and was .*\(16, 32\)"),
-        ({"x": torch.zeros(16, 32), "extra": torch.ones(())}, "extra was not given then"),
-        ({"x": torch.zeros(32, 16).t()}, r"strides \(1, 16\)"),
-    ],
-)
-def test_the_reason_is_named(given, says):
-    planned = plan(Documented(), some(), "100%", **SETTINGS)
+# What changes in the model, the inputs, and the reason.
+SHAPES = r"x is float32 of shape \(3, 32\), and was .*\(16, 32\)"
+ADDS = "^it has 12 modules, and had 11$"
+REASONS = {
+    "shape": (None, {"x": torch.zeros(3, 32)}, SHAPES),
+    "one more": (None, {"x": some(), "extra": torch.ones(())}, "extra was not given then"),
+    "strides": (None, {"x": torch.zeros(32, 16).t()}, r"strides \(1, 16\)"),
+    "mode": (lambda it: it.inner[1].eval(), {"x": some()}, r"inner\.1\.training"),
+    # Pairs of modules that only stood in one place were said to be of another class.
+    "modules": (lambda it: it.inner.insert(0, nn.Tanh()), {"x": some()}, ADDS),
+}
+
+
+@pytest.mark.parametrize("name", REASONS)
+def test_the_reason_is_named(name):
+    change, given, says = REASONS[name]
+    planned = plan(Documented(), some(), "200%", **SETTINGS)
+    if change is not None:
+        change(planned)
     planned(**given)
     assert re.search(says, planned.sn_memory.kinds[-1].unlike)
 
 
-def test_modules_that_came_are_counted():
-    """Pairs of modules that only stood in one place were said to be of another class."""
-    planned = plan(mlp(2), rows(8), "200%", **SETTINGS)
-    planned.insert(0, nn.Tanh())
-    planned(rows(8))
-    assert planned.sn_memory.kinds[-1].unlike == "it has 8 modules, and had 7"
-
-
-def test_a_mode_is_named_and_what_cannot_be_compared_is_of_no_kind():
+def test_what_cannot_be_compared_raises_the_error_of_the_model():
     planned = plan(Documented(), some(), "100%", **SETTINGS)
-    with pytest.raises(TypeError):  # the model's own
+    with pytest.raises(TypeError):
         planned(some(), labels={1})
-    planned.inner[1].eval()
-    planned(some())
-    assert "inner.1.training" in planned.sn_memory.kinds[-1].unlike
 
 
 def test_a_forward_that_others_put_on_the_instance():
     """As accelerate does for mixed precision: a bound method around ours."""
     model = Documented()
     planned = plan(model, some(), "100%", **SETTINGS)
-    inner = planned.forward.__func__
-    calls = []
-
-    def around(self, *args, **kwargs):
-        calls.append(1)
-        return inner(self, *args, **kwargs)
-
-    planned.forward = around.__get__(planned)
+    around = Mock(side_effect=planned.forward.__func__)
+    planned.forward = MethodType(around, planned)
     ran = runs_of(planned)
     assert torch.equal(planned(some()), model(some()))
-    assert len(ran) == len(calls) == 1
+    assert len(ran) == around.call_count == 1
     # The plain one that is compared with must not run the plan, nor a copy want one.
     assert verify(planned, some()).equal
     assert torch.equal(copy.deepcopy(planned)(some()), model(some()))
 
 
-class Around(nn.Module):
-    """Calls a planned model among its own layers, between two breaks of the graph if asked."""
-
-    def __init__(self, inner, *, breaks=False):
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(32, 32), inner, nn.Linear(32, 32)
-        self.breaks = breaks
+def around(inner, breaks=lambda: None):
+    """Calls a planned model among its own layers, and something before and after it."""
 
     def forward(self, x):
         x = self.first(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
+        breaks()
         x = self.inner(x)
-        if self.breaks:
-            torch._dynamo.graph_break()
+        breaks()
         return self.last(x)
 
-
-def by_method(planned):
-    planned.compile(backend="eager")
-    return planned
+    return module_of(forward, first=nn.Linear(32, 32), inner=inner, last=nn.Linear(32, 32))
 
 
 EAGER = {"backend": "eager"}
+
+
+def by_method(planned):
+    planned.compile(**EAGER)
+    return planned
+
+
+BREAK = torch._dynamo.graph_break
 COMPILED = {
     "module": lambda planned: torch.compile(planned, **EAGER),
     "method": by_method,
     "function": lambda planned: torch.compile(lambda x: planned(x).sum(), **EAGER),
-    "a larger module": lambda planned: torch.compile(Around(planned), **EAGER),
-    "graph breaks": lambda planned: torch.compile(Around(planned, breaks=True), **EAGER),
-    "one graph": lambda planned: torch.compile(Around(planned), fullgraph=True, **EAGER),
-    "autograd too": lambda planned: torch.compile(Around(planned), backend="aot_eager"),
+    "a larger module": lambda planned: torch.compile(around(planned), **EAGER),
+    "graph breaks": lambda planned: torch.compile(around(planned, BREAK), **EAGER),
+    "one graph": lambda planned: torch.compile(around(planned), fullgraph=True, **EAGER),
+    "autograd too": lambda planned: torch.compile(around(planned), backend="aot_eager"),
     "exported": lambda planned: torch.export.export(planned, (some(),)).module(),
 }
 
@@ -321,10 +299,8 @@ def test_torch_compile_of_what_calls_a_planned_model(way, backend, suppressed):
     # With one graph or none torch raises its own error, and ours is in it.
     settings = torch._dynamo.config.patch(suppress_errors=suppressed)
     error = RuntimeError if way in ("one graph", "exported", "autograd too") else TraceError
-    expected = (
-        "Export the model without a plan" if way == "exported" else "Plan with backend='compile'"
-    )
-    with settings, pytest.raises(error, match=expected):
+    instead = "Export the model without" if way == "exported" else "Plan with backend='compile'"
+    with settings, pytest.raises(error, match=instead):
         COMPILED[way](planned)(some())
 
 
