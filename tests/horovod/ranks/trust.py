@@ -93,14 +93,14 @@ def settings_and_names_are_agreed_on_at_the_start():
 def what_is_loaded_is_of_the_same_step():
     """A rank that was killed before it saved has the file of the save before."""
     model = net()
-    optimizer = wrap(model)
+    optimizer = wrap(model, SHARED)
     train(model, optimizer, range(3))
     states = [copy.deepcopy(SHARED.state_dict(optimizer))]
     train(model, optimizer, range(3, 5))
     states.append(copy.deepcopy(SHARED.state_dict(optimizer)))
     for mine in (states[hvd.rank() % 2], states[0] if hvd.rank() else None):
         model = net()
-        optimizer = wrap(model)
+        optimizer = wrap(model, SHARED)
         if mine:
             SHARED.load_state_dict(optimizer, mine)
         said = said_by_all(partial(backward, model, 5))
