@@ -38,7 +38,7 @@ def off(found, expected):
         (a.double() - b.double()).norm() / (b.double().norm() + 1e-12)
         for a, b in zip(found, expected, strict=True)
     ]
-    return float(torch.stack(parts).max()) if parts else 0.0
+    return float(torch.stack(parts).detach().max()) if parts else 0.0
 
 
 def exact(planned, sample):

@@ -1,13 +1,12 @@
 """Compressed activations in torch: the error is the predicted one, the memory is really free."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io
 import pickle
 import random
 import weakref
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
 
@@ -38,23 +37,24 @@ stats = Late("scipy.stats")
 pytestmark = pytest.mark.usefixtures("modules_take_no_time")
 
 
-class Net(nn.Module):
+def net():
     """Convolutions (one with a stride), pooling, dropout and linear layers."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv1 = nn.Conv2d(3, 16, 3, padding=1)
-        self.conv2 = nn.Conv2d(16, 24, 3, padding=1, stride=2)
-        self.conv3 = nn.Conv2d(24, 16, (3, 1), padding="same")
-        self.fc = nn.Linear(16 * 4 * 4, 64)
-        self.out = nn.Linear(64, 10)
-        self.dropout = nn.Dropout(0.3)
 
     def forward(self, x):
         x = functional.relu(self.conv1(x))
         x = functional.relu(self.conv2(x))
         x = functional.max_pool2d(functional.relu(self.conv3(x)), 2)
         return self.out(self.dropout(functional.relu(self.fc(x.flatten(1)))))
+
+    return module_of(
+        forward,
+        conv1=nn.Conv2d(3, 16, 3, padding=1),
+        conv2=nn.Conv2d(16, 24, 3, padding=1, stride=2),
+        conv3=nn.Conv2d(24, 16, (3, 1), padding="same"),
+        fc=nn.Linear(16 * 4 * 4, 64),
+        out=nn.Linear(64, 10),
+        dropout=nn.Dropout(0.3),
+    )
 
 
 X = torch.randn(64, 3, 16, 16, generator=torch.Generator().manual_seed(1))
@@ -72,10 +72,6 @@ def train(model, steps, optimizer):
         optimizer.step()
 
 
-def layers_of(compressed):
-    return {row.key.split("/")[0] for row in compressed.controller.rows()}
-
-
 @pytest.mark.parametrize("bits", [2, 8])
 def test_error_of_gradients_is_the_predicted_one_and_normal(bits):
     """Within 10 %, on a net that has trained a little; of each entry the errors are normal.
@@ -83,20 +79,19 @@ def test_error_of_gradients_is_the_predicted_one_and_normal(bits):
     Kolmogorov and Smirnov's test of 8 entries in each of 2 layers: a false alarm in 2e-5. Entries
     of linear layers, to which few of the 64 samples contribute, have errors of few values.
     """
-    model = Net()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     with compress_activations(model, bits=bits, optimizer=optimizer, every=1) as compressed:
         train(model, 5, optimizer)
         loss_of(model).backward()
         compressed.refresh()
-        predicted = {
-            row.key.split("/")[0]: row.predicted_sd() for row in compressed.controller.rows()
-        }
+        predicted = {row.key: row.predicted_sd() for row in compressed.controller.rows()}
         errors = compressed.measure(lambda: loss_of(model), repeats=60)
-    measured = {row.key.split("/")[0]: row.measured_sd for row in compressed.controller.rows()}
-    assert predicted.keys() == {"conv2", "conv3", "fc", "out"}
-    for layer, sd in predicted.items():
-        assert measured[layer] == pytest.approx(sd, rel=0.1), layer
+    measured = {row.key: row.measured_sd for row in compressed.controller.rows()}
+    assert {key.split("/")[0] for key in predicted} == {"conv2", "conv3", "fc", "out"}
+    for key, sd in predicted.items():
+        assert measured[key] == pytest.approx(sd, rel=0.1), key
+        layer = key.split("/")[0]
         of_repeats = errors[f"{layer}.weight"].double().flatten(1).numpy()
         alive = np.flatnonzero(of_repeats.std(axis=0) > 0.5 * sd)
         for entry in alive[:: len(alive) // 8][:8] if layer.startswith("conv") else ():
@@ -111,7 +106,7 @@ def test_error_of_gradients_is_the_predicted_one_and_normal(bits):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_measuring_errors_puts_all_random_numbers_back(device):
-    model, x = Shared().to(device), torch.randn(256, 64, device=device)
+    model, x = shared().to(device), torch.randn(256, 64, device=device)
 
     def draws():
         state = torch.get_rng_state() if device == "cpu" else torch.cuda.get_rng_state()
@@ -130,7 +125,7 @@ def test_measuring_errors_puts_all_random_numbers_back(device):
 
 def test_what_flows_back_is_exact_where_ops_ask_for_signs_and_masks():
     """Only gradients of weights have errors: ReLU, dropout and pooling have what they need."""
-    model, x = Net(), X[:16].clone().requires_grad_()
+    model, x = net(), X[:16].clone().requires_grad_()
     wanted = [x, model.out.bias]
     plain = gradients(model, x, wanted=wanted)
     with compress_activations(model, bits=1):
@@ -164,20 +159,20 @@ def test_memory_really_falls_by_what_is_predicted():
     assert plain_peak - compressed_peak >= 0.85 * saving - 2 * layer
 
 
-class Shared(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-        self.first = nn.Linear(64, 64)
+def shared():
+    """Three layers of one input, and one of them once more of a view of it."""
 
     def forward(self, x):
         x = self.first(x)
         a, b, c = (part(x) for part in self.parts)
         return a + b + c + self.parts[0](x.view(32, 8, 64)).view(-1, 64)
 
+    parts = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
+    return module_of(forward, first=nn.Linear(64, 64), parts=parts)
+
 
 def test_a_storage_is_packed_once_views_too():
-    model = Shared()
+    model = shared()
     with compress_activations(model, bits=4) as compressed:
         model(torch.randn(256, 64)).sum().backward()
     n = 256 * 64
@@ -246,7 +241,7 @@ def test_names_do_not_depend_on_what_else_runs():
 
 
 def half(dtype):
-    return Shared().to(dtype), torch.randn(256, 64).to(dtype)
+    return shared().to(dtype), torch.randn(256, 64).to(dtype)
 
 
 def channels_last():
@@ -298,21 +293,21 @@ def test_gradients_are_near_to_those_of_the_plain_model(make, bits, ratio, most)
 
 
 def test_too_many_escapes_keep_the_tensor_and_then_for_good(modules_take_long):
-    model, x = Shared(), torch.randn(256, 64)
+    model, x = shared(), torch.randn(256, 64)
     x[::8] = float("nan")
     with compress_activations(model, bits=2, overflow_limit=2) as compressed:
         for sample in (x, x, torch.randn(256, 64)):
             model(sample).sum().backward()
             assert compressed.saved.ratio == 1
-        assert layers_of(compressed) == {"parts.0", "parts.1", "parts.2"}
-        rows = compressed.controller.rows()
-        assert all(compressed.controller.bits(row.key) is None for row in rows)
+        keys = [row.key for row in compressed.controller.rows()]
+        assert {key.split("/")[0] for key in keys} == {"parts.0", "parts.1", "parts.2"}
+        assert all(compressed.controller.bits(key) is None for key in keys)
     assert torch.isnan(model.parts[0].weight.grad).all()
 
 
 @pytest.mark.parametrize("name", ["SGD", "SGD momentum", "Adam"])
 def test_error_is_kept_to_by_the_bits_chosen(name):
-    model = Net()
+    model = net()
     more = {"momentum": 0.9} if "momentum" in name else {}
     optimizer = getattr(torch.optim, name.split()[0])(model.parameters(), lr=0.01, **more)
     with compress_activations(model, error=0.05, optimizer=optimizer, every=4) as compressed:
@@ -334,7 +329,7 @@ def test_error_is_kept_to_by_the_bits_chosen(name):
 
 
 def test_the_papers_form_trains_too():
-    model, layers = Net(), set()
+    model, layers = net(), set()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for theory in ("exact", "paper"):
         with compress_activations(
@@ -479,13 +474,20 @@ def gated(factor=None, **parts):
 BATCH = torch.randn(128, 64, generator=torch.Generator().manual_seed(2))
 
 
+@contextmanager
+def run_again(model, x=BATCH, places=("1",), **settings):
+    """Activations of a model compressed, when it was seen which modules run again."""
+    with compress_activations(model, bits=8, **settings) as compressed:
+        gradients(model, x)
+        assert compressed.rerun == [*places]
+        yield compressed
+
+
 def test_an_activation_of_many_ops_keeps_its_input_alone():
     model = gated(lambda self, x: functional.dropout(x, 0.2))
     plain = gradients(model, BATCH)
-    with compress_activations(model, bits=8) as compressed:
-        gradients(model, BATCH)
+    with run_again(model) as compressed:
         before = compressed.saved
-        assert compressed.rerun == ["1"]
         for _ in range(2):
             # With other draws of dropout in the backward pass a fifth of them would be gone.
             assert off(gradients(model, BATCH), plain) < 0.02
@@ -493,6 +495,10 @@ def test_an_activation_of_many_ops_keeps_its_input_alone():
         assert compressed.saved.compressed_bytes < 0.6 * before.compressed_bytes
         assert compressed.controller.total_bytes == compressed.saved.compressed_bytes
         assert "run again" in compressed.report()
+        model.double()
+        expected = gradients(copy.deepcopy(model), BATCH.double())
+        assert same(gradients(model, BATCH.double()), expected)
+        model.float()
     assert "forward" not in vars(model[1])
     assert same(gradients(model, BATCH), plain)
 
@@ -585,23 +591,11 @@ def test_a_checkpoint_around_a_module_that_runs_again(reentrant):
 
     model = module_of(forward, first=nn.Linear(64, 64), inner=gated(), inside=False)
     plain = gradients(copy.deepcopy(model), BATCH)
-    with compress_activations(model, bits=8) as compressed:
-        gradients(model, BATCH)
-        assert compressed.rerun == ["inner.1"]
+    with run_again(model, places=["inner.1"]):
         model.inside = True
         # Reentrant checkpoints refuse torch.autograd.grad.
         model(BATCH).square().mean().backward()
     assert off([it.grad for it in model.parameters()], plain) <= 0.03
-
-
-def test_a_module_that_runs_again_in_double_precision():
-    model = gated()
-    with compress_activations(model, bits=8) as compressed:
-        gradients(model, BATCH)
-        assert compressed.rerun == ["1"]
-        model.double()
-        expected = gradients(copy.deepcopy(model), BATCH.double())
-        assert same(gradients(model, BATCH.double()), expected)
 
 
 def thrice():
@@ -636,7 +630,7 @@ NORMS = nn.Sequential(nn.LayerNorm(64), nn.GELU(), nn.LayerNorm(64), nn.GELU())
 @pytest.mark.parametrize(
     ("model", "x", "ratios", "least"),
     [
-        (Net(), X, (5, 8), 0.5),
+        (net(), X, (5, 8), 0.5),
         # Of 8 bits for the inputs of what runs again, two numbers for each row of them, and 1 to 8
         # bits for the linear layer's.
         (thrice(), torch.randn(512, 64), (8.3, 10), 0.6),
@@ -685,21 +679,17 @@ def test_a_large_budget_leaves_tensors_as_they_are(modules_take_long):
 
 def test_who_wraps_a_module_later_is_left_alone():
     model = gated()
-    compressed = compress_activations(model, bits=8)
-    gradients(model, BATCH)
-    ours = model[1].forward
-    model[1].forward = theirs = lambda x: 2 * ours(x)
-    compressed.close()
+    with run_again(model):
+        ours = model[1].forward
+        model[1].forward = theirs = lambda x: 2 * ours(x)
     assert model[1].forward is theirs
     assert torch.equal(model[1](BATCH), 2 * Gate()(BATCH))
 
 
 def test_copies_of_a_model_with_modules_that_run_again():
     model = gated()
-    with compress_activations(model, bits=8, every=1) as compressed:
-        for _ in range(2):
-            gradients(model, BATCH)
-            torch.save(model, io.BytesIO())
+    with run_again(model, every=1) as compressed:
+        torch.save(model, io.BytesIO())
         expected = gradients(model, BATCH)
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
             assert not any(p._backward_hooks for p in copied.parameters())
@@ -787,12 +777,11 @@ def test_a_choice_is_the_same_in_each_run_where_that_is_asked_for(monkeypatch):
 
 def test_a_convolution_takes_images_one_at_a_time():
     # Layers that do not take some images at a time together, as this forward might do more.
-    model = type(
-        "Whole", (nn.Sequential,), {"forward": lambda self, x: self[2](self[1](self[0](x)))}
-    )(
-        nn.Conv2d(3, 8, 3, padding=1),
-        nn.Conv2d(8, 6, 3, 2, padding=(1, 0), dilation=2, groups=2, bias=False),
-        nn.Conv2d(6, 4, 1),
+    model = module_of(
+        lambda self, x: self.last(self.middle(self.first(x))),
+        first=nn.Conv2d(3, 8, 3, padding=1),
+        middle=nn.Conv2d(8, 6, 3, 2, padding=(1, 0), dilation=2, groups=2, bias=False),
+        last=nn.Conv2d(6, 4, 1),
     )
     x = torch.randn(10, 3, 200, 200, requires_grad=True)
     wanted = [x, *model.parameters()]

@@ -1,7 +1,5 @@
 """Layers that take some images at a time: gradients are torch's, the peak is that of a few."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from contextlib import contextmanager, nullcontext
@@ -140,14 +138,17 @@ def test_layouts_types_and_casts(channels_last, dtype, cast, most):
     assert off(found[:7], expected[:7]) <= most
 
 
+def sum_of_squares(model, x):
+    return model(x).square().sum()
+
+
 def test_batches_of_other_sizes():
     model = net()
     plain = copy.deepcopy(model)
     with compressed_after_a_step(model, images()) as compressed:
         for count in (1, 2, 9, 0):
             x = images(count)
-            found = gradients(model, x, loss=lambda model, x: model(x).square().sum())
-            expected = gradients(plain, x, loss=lambda model, x: model(x).square().sum())
+            found, expected = (gradients(it, x, loss=sum_of_squares) for it in (model, plain))
             assert off(found[:2], expected[:2]) <= 0.03
             # One image, and none, have nothing to be taken apart.
             assert (layers_run_again(compressed) == 5) == (count > 1)
@@ -291,10 +292,6 @@ def test_hooks_of_layers_see_the_whole_batch():
         assert layers_run_again(compressed) == 5
 
 
-class OfTheUsers(nn.Conv2d):
-    pass
-
-
 class Twice(nn.Sequential):
     def forward(self, x):
         return super().forward(x) + super().forward(x)
@@ -312,7 +309,7 @@ def hooked():
         (net(nn.BatchNorm2d(16)), ["0", "1"]),
         (net(nn.Dropout(0.1)), ["0", "1"]),
         (net(nn.LocalResponseNorm(3)), [*LAYERS, "5"]),
-        (net(OfTheUsers(16, 16, 1)), ["0", "1"]),
+        (net(type("OfTheUsers", (nn.Conv2d,), {})(16, 16, 1)), ["0", "1"]),
         # What writes on its input does not come first, as its input is kept.
         (net(first=(nn.ReLU(inplace=True), nn.Identity())), [str(int(it) + 2) for it in LAYERS]),
         (nn.Sequential(Twice(*net()[:5]), nn.Flatten(), nn.Linear(16 * 24**2, 8)), []),

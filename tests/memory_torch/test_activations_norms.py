@@ -17,7 +17,7 @@ def scaled(norm):
 
 def along(direction):
     """A loss whose gradient at the result is the direction."""
-    return lambda model, x: (model(x) * direction).sum()
+    return lambda model, x: (model(x).flatten() * direction.flatten()).sum()
 
 
 def token_net(width=192):
@@ -127,15 +127,11 @@ def test_axes_are_those_that_are_given(how):
     x, direction = torch.randn(64, 48), torch.randn(64 * 48)
     if how not in ("one vector", "softmax by name", "softmax by place"):
         x[::3] *= 1e-3
-    model = module_of(NORMALIZE[how])
+    model, settings = module_of(NORMALIZE[how]), {"wanted": [x], "loss": along(direction)}
     x.requires_grad_()
-
-    def loss(model, x):
-        return (model(x).flatten() * direction).sum()
-
-    (plain,) = gradients(model, x, wanted=[x], loss=loss)
+    (plain,) = gradients(model, x, **settings)
     with compress_activations(model, bits=8) as compressed:
-        (own,) = gradients(model, x, wanted=[x], loss=loss)
+        (own,) = gradients(model, x, **settings)
     assert compressed.saved.ratio > 1.5
     assert off([own[::3], own[1::3]], [plain[::3], plain[1::3]]) < 0.03
 

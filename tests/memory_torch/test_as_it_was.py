@@ -5,6 +5,7 @@ import random
 import warnings
 from collections import deque
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,11 +21,6 @@ from sn_memory.torch import TraceError, checkpoint_policy, estimate, plan, trace
 OLD = np.random.mtrand._rand
 
 
-class Settings:
-    def __init__(self):
-        self.calls, self.inner = 0, {"shape": None}
-
-
 class Slotted:
     __slots__ = ("kept",)
 
@@ -36,7 +32,8 @@ class Plain(nn.Module):
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.2), mlp(2))
         self.history, self.table, self.last = [], {"deep": [{}]}, deque(maxlen=2)
-        self.numbers, self.config, self.slotted = set(), Settings(), Slotted()
+        self.config = SimpleNamespace(calls=0, inner={"shape": None})
+        self.numbers, self.slotted = set(), Slotted()
         self.count, self.tensors, self.slotted.kept = torch.zeros(1), [torch.zeros(2)], None
         self.register_buffer("seen", torch.zeros(32))
         self.register_buffer("steps", torch.zeros(()))
@@ -276,7 +273,7 @@ def look(value, depth=8):
         return id(value), tuple((look(k), look(v, depth - 1)) for k, v in value.items())
     if isinstance(value, list | tuple | deque):
         return type(value), tuple(look(it, depth - 1) for it in value)
-    if isinstance(value, Settings):
+    if isinstance(value, SimpleNamespace):
         return id(value), look(vars(value), depth - 1)
     if isinstance(value, Slotted):
         return id(value), look(value.kept, depth - 1)
@@ -487,15 +484,14 @@ def test_what_is_passed_to_be_filled_is_as_it_was(kind, passed):
     assert passed.rows is None if kind is Caching else len(passed) == 1
 
 
-class WritesInside(nn.Linear):
-    """Writes into its own parameter: run again, it would do so twice."""
-
-    def forward(self, x):
-        self.bias.data.mul_(0.9)
-        return torch.tanh(super().forward(x))
-
-
 def test_a_module_that_writes_into_a_parameter_does_not_run_again():
+    """Run again, it would do so twice."""
+
+    class WritesInside(nn.Linear):
+        def forward(self, x):
+            self.bias.data.mul_(0.9)
+            return torch.tanh(super().forward(x))
+
     model = nn.Sequential(mlp(6), WritesInside(32, 32), mlp(2))
     twin, x = copy.deepcopy(model), torch.randn(128, 32)
     planned = plan(model, x, "80%", backend="modules")
@@ -577,22 +573,6 @@ def test_what_is_left_outside_of_modules_is_there_in_each_step(way, backend):
     assert same(*results)
 
 
-@model_of
-def of_tables(self, x):
-    return self.inner(x * table(32))
-
-
-@pytest.mark.parametrize("backend", ["graph", "modules"])
-def test_a_cache_of_a_function_is_no_reason_against_a_plan(backend):
-    TABLES.clear()
-    model, x = of_tables(), torch.randn(64, 32)
-    planned = plan(model, x, "100%", backend=backend, profile=False)
-    planned(x).sum().backward()
-    with torch.no_grad():
-        assert torch.isfinite(planned(x)).all()
-    assert type(TABLES[32]) is torch.Tensor
-
-
 class Remembers(torch.autograd.Function):
     """Keeps its own result, as torch advises against: a cycle that nobody lets go of."""
 
@@ -607,10 +587,24 @@ class Remembers(torch.autograd.Function):
 
 
 @model_of
+def of_tables(self, x):
+    return self.inner(x * table(32))
+
+
+@model_of
 def of_functions(self, x):
     return self.inner(Remembers.apply(x @ self.inner[0].weight))
 
 
-def test_what_a_function_keeps_for_its_backward_pass_is_not_left_outside():
-    model, x = of_functions(), torch.randn(64, 32)
-    assert plan(model, x, "100%", backend="graph", profile=False).sn_memory.backend == "graph"
+@pytest.mark.parametrize(
+    ("kind", "backend"), [(of_tables, "graph"), (of_tables, "modules"), (of_functions, "graph")]
+)
+def test_what_functions_keep_is_no_reason_against_a_plan(kind, backend):
+    """In a cache of their own, or for their backward pass."""
+    TABLES.clear()
+    model, x = kind(), torch.randn(64, 32)
+    planned = plan(model, x, "100%", backend=backend, profile=False)
+    planned(x).sum().backward()
+    with torch.no_grad():
+        assert torch.isfinite(planned(x)).all()
+    assert kind is of_functions or type(TABLES[32]) is torch.Tensor

@@ -1,4 +1,4 @@
-"""Steps that Inductor compiled, for real: random numbers, batch norm, and where it goes wrong."""
+"""Steps that Inductor compiled, for real: random numbers, and where it goes wrong."""
 
 import copy
 import logging
@@ -113,16 +113,3 @@ def test_without_marks_the_wrong_ones_are_left_out(monkeypatch, caplog):
         planned = plan(copy.deepcopy(model), sample, "79%", backend="compile", profile=False)
         assert off(gradients(planned, sample), expected) <= 256 * 2**-24
     assert "gives other results than the plain compiled step" in caplog.text
-
-
-def test_statistics_are_written_once_and_in_the_forward_pass():
-    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)) for _ in range(2)]
-    model, (left, right) = nn.Sequential(*blocks), torch.randn(2, 64, WIDTH)
-    plain = copy.deepcopy(model)
-    planned = plan(model, left, "100%", backend="compile", profile=False)
-    for it in (planned, plain):
-        it(left)
-        (it(left).square().mean() - it(right).square().mean()).backward()
-    assert planned[1][1].num_batches_tracked == plain[1][1].num_batches_tracked == 3
-    for mine, theirs in zip(planned.buffers(), plain.buffers(), strict=True):
-        torch.testing.assert_close(mine, theirs)

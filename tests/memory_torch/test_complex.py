@@ -6,7 +6,7 @@ on a tensor until it is read, and the model was planned by its modules.
 
 import pytest
 import torch
-from small_models import same_gradients
+from small_models import module_of, same_gradients
 from torch import nn
 
 from sn_memory.torch import estimate, plan, verify
@@ -21,18 +21,16 @@ def turned(x, by):
     return torch.view_as_real(pairs * by).flatten(-2)
 
 
-class Rotary(nn.Module):
-    def __init__(self, ends=turned):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        angles = torch.arange(LENGTH)[:, None] / 100 ** torch.linspace(0, 1, WIDTH // 2)
-        self.register_buffer("by", torch.polar(torch.ones_like(angles), angles))
-        self.ends = ends
-
+def rotary(ends):
     def forward(self, x):
         for layer in self.layers:
-            x = self.ends(layer(x).tanh(), self.by)
+            x = ends(layer(x).tanh(), self.by)
         return x
+
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+    angles = torch.arange(LENGTH)[:, None] / 100 ** torch.linspace(0, 1, WIDTH // 2)
+    by = nn.Buffer(torch.polar(torch.ones_like(angles), angles))
+    return module_of(forward, layers=layers, by=by)
 
 
 def imaginary(x, by):
@@ -58,7 +56,7 @@ def through(x, by):
 
 @pytest.mark.parametrize("ends", [turned, imaginary])
 def test_planned_by_its_ops_and_bit_equal(ends):
-    model, x = Rotary(ends), torch.randn(BATCH, LENGTH, WIDTH)
+    model, x = rotary(ends), torch.randn(BATCH, LENGTH, WIDTH)
     assert estimate(model, x).peak_bytes == run_step(model, model, ((x,), {})).peak_bytes
     model.zero_grad()
     planned = plan(model, x, "85%", backend="graph", profile=False)
@@ -72,7 +70,7 @@ def test_planned_by_its_ops_and_bit_equal(ends):
 @pytest.mark.parametrize("ends", [looks_on, through])
 def test_what_is_written_while_a_conjugate_of_it_is_in_use_is_refused(ends):
     """Replayed, the other of the two would not change with it; by modules it is as it was."""
-    model, x = Rotary(ends), torch.randn(BATCH, LENGTH, WIDTH)
+    model, x = rotary(ends), torch.randn(BATCH, LENGTH, WIDTH)
     with pytest.warns(UserWarning, match="conjugate"):
         planned = plan(model, x, "100%", profile=False)
     assert planned.sn_memory.backend == "modules"

@@ -9,24 +9,22 @@ import copy
 import numpy as np
 import pytest
 import torch
+from small_models import module_of
 from steps import grads, same
 from torch import nn
 
 from sn_memory.torch import TraceError, plan, trace
 
 
-class Ends(nn.Module):
-    def __init__(self, ends):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        self.ends = ends
-
+def net(ends):
     def forward(self, x):
         means = []
         for layer in self.layers:
             x = layer(x).tanh()
             means.append(x.square().mean())
-        return self.ends(x, means)
+        return ends(x, means)
+
+    return module_of(forward, layers=nn.ModuleList(nn.Linear(8, 8) for _ in range(3)))
 
 
 def summed(x, means):
@@ -68,14 +66,11 @@ def leaf(x, means):
     return torch.where(x > 0, weight, x)
 
 
-ALL = (summed, filled, out, of_numpy, handed_out, leaf)
-
-
 @pytest.mark.filterwarnings("ignore:.* finds gradients")
-@pytest.mark.parametrize("ends", ALL, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("ends", [summed, filled, out, of_numpy, handed_out, leaf])
 def test_each_step_has_its_own(ends):
     """Three steps, of which the last has two forward and backward passes."""
-    model, x = Ends(ends), torch.randn(4, 8)
+    model, x = net(ends), torch.randn(4, 8)
     planned = plan(copy.deepcopy(model), x, "100%", backend="graph", profile=False)
     for at in range(4):
         results = []
@@ -92,7 +87,7 @@ def test_each_step_has_its_own(ends):
 
 
 def test_what_is_only_read_is_one_for_all_steps():
-    model = Ends(lambda x, means: x * torch.tensor([2.0] * 8))
+    model = net(lambda x, means: x * torch.tensor([2.0] * 8))
     recording = trace(model, torch.randn(4, 8), profile=False).captured.recording
     assert len(recording.constants) == 1
     assert not [call for call in recording.calls if call.name == "clone"]
@@ -112,6 +107,6 @@ class Late(torch.autograd.Function):
 
 
 def test_a_backward_pass_that_writes_into_one_is_refused():
-    model = Ends(lambda x, means: Late.apply(x, torch.tensor(1.0)))
+    model = net(lambda x, means: Late.apply(x, torch.tensor(1.0)))
     with pytest.raises(TraceError, match="Write into a clone"):
         trace(model, torch.randn(4, 8), profile=False)

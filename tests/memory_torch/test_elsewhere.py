@@ -1,19 +1,14 @@
 """Steps traced for a GPU that is not here: its kernels, its bytes, and what is said of it."""
 
-from dataclasses import replace
-from types import SimpleNamespace
-
 import pytest
 import torch
-from small_models import mlp
+from small_models import mlp, module_of
 from steps import same
 from torch import nn
 
 from sn_memory.cost.devices import DEVICES
-from sn_memory.graph.hosted import Unit
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import ReplayError, TraceError, estimate, plan, trace
-from sn_memory.torch.fit import host_bytes
 from sn_memory.torch.target.gpu import Walk, attention_kernel, gpu_of
 from sn_memory.torch.trace.fake_step import fake_step_on
 from sn_memory.torch.trace.trace import trace_unplanned
@@ -23,15 +18,12 @@ def kinds(model, sample, device="h100"):
     return [op.kind for op in trace(model, sample, device=device).graph.ops]
 
 
-class Attention(nn.Module):
-    def __init__(self, heads=4, head=16, dropout=0.0):
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.into = nn.Linear(heads * head, 3 * heads * head)
-
+def attention(head=16, dropout=0.0):
     def forward(self, x, mask=None):
-        q, k, v = self.into(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        return nn.functional.scaled_dot_product_attention(q, k, v, mask, self.dropout)
+        q, k, v = self.into(x).unflatten(2, (3, 4, -1)).permute(2, 0, 3, 1, 4)
+        return nn.functional.scaled_dot_product_attention(q, k, v, mask, dropout)
+
+    return module_of(forward, into=nn.Linear(4 * head, 12 * head))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +41,7 @@ class Attention(nn.Module):
     ],
 )
 def test_attention_takes_the_kernel_of_the_gpu(device, dtype, mask, head, expected):
-    model = Attention(head=head).to(dtype)
+    model = attention(head).to(dtype)
     sample = (torch.zeros(2, 24, 4 * head, dtype=dtype),)
     if mask:
         sample += (torch.zeros(2, 1, 24, 24, dtype=torch.bool),)
@@ -76,18 +68,14 @@ def test_layers_take_the_kernels_of_the_gpu():
     assert "native_batch_norm" in kinds(image(), sample, "mi300x")
 
 
-class Recurrent(nn.Module):
-    def __init__(self, kind, **settings):
-        super().__init__()
-        self.layer = kind(8, 16, 2, batch_first=True, **settings)
-
-    def forward(self, x):
-        return self.layer(x)[0]
+def recurrent(kind, **settings):
+    layer = kind(8, 16, 2, batch_first=True, **settings)
+    return module_of(lambda self, x: self.layer(x)[0], layer=layer)
 
 
 @pytest.mark.parametrize(("kind", "keeps"), [(nn.LSTM, 6), (nn.GRU, 5), (nn.RNN, 2)])
 def test_recurrent_layers_are_one_kernel(kind, keeps):
-    traced = trace(Recurrent(kind, bidirectional=True), torch.zeros(3, 5, 8), device="a100")
+    traced = trace(recurrent(kind, bidirectional=True), torch.zeros(3, 5, 8), device="a100")
     assert [op.kind for op in traced.graph.ops].count("_cudnn_rnn") == 1
     assert any("estimated" in it for it in traced.notes)
     sizes = {it.name: it.bytes for it in traced.graph.storages}
@@ -121,13 +109,8 @@ class Odd(torch.autograd.Function):
         return first * x + second
 
 
-class Winding(nn.Module):
-    """What a walk may do wrong: shared values, broadcasts, views, functions, checkpoints, casts."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.scale = nn.Parameter(torch.randn(8))
+def test_a_walk_is_the_engine():
+    """Shared values, broadcasts, views, functions, checkpoints, casts."""
 
     def forward(self, x):
         h = self.first(x) * self.scale + self.scale
@@ -135,9 +118,9 @@ class Winding(nn.Module):
         again = torch.utils.checkpoint.checkpoint(self.last, h, use_reentrant=False)
         return (again.double() * h[:, :1]).sum() + h.chunk(2, 1)[1].exp().mean(), h.transpose(0, 1)
 
-
-def test_a_walk_is_the_engine():
-    model, x = Winding(), torch.randn(4, 8, requires_grad=True)
+    layers = {"first": nn.Linear(8, 8), "last": nn.Linear(8, 8)}
+    model = module_of(forward, scale=nn.Parameter(torch.randn(8)), **layers)
+    x = torch.randn(4, 8, requires_grad=True)
     leaves = [*model.parameters(), x]
     walk = Walk()
     with walk.saving():
@@ -158,9 +141,9 @@ def image():
 
 MODELS = {
     "mlp": (lambda: mlp(3, 16), torch.zeros(10, 16)),
-    "attention": (lambda: Attention(dropout=0.1).bfloat16(), torch.zeros(2, 24, 64).bfloat16()),
+    "attention": (lambda: attention(dropout=0.1).bfloat16(), torch.zeros(2, 24, 64).bfloat16()),
     "images": (image, torch.zeros(2, 3, 12, 12)),
-    "recurrent": (lambda: Recurrent(nn.LSTM), torch.zeros(3, 5, 8)),
+    "recurrent": (lambda: recurrent(nn.LSTM), torch.zeros(3, 5, 8)),
 }
 
 
@@ -258,23 +241,6 @@ def test_torch_is_as_before():
         with pytest.raises((RuntimeError, AssertionError)):
             torch.zeros(2, device="cuda")
         assert not torch.accelerator.is_available()
-
-
-def test_what_the_host_holds():
-    """State; the parameter, once; and a gradient where the host updates."""
-    units = [Unit(name, None if name == "frozen" else "w", 20) for name in ("a", "b", "frozen")]
-    units[2] = replace(units[2], state_bytes=0)
-    sizes = {it.parameter: 10 for it in units}
-
-    def held(a, b, frozen, by):
-        places = {"a": a, "b": b, "frozen": frozen}
-        updaters = {it: by for it in ("a", "b") if places[it] != "device"}
-        return host_bytes(SimpleNamespace(places=places, updaters=updaters), units, sizes)
-
-    assert held("state", "device", "device", "device") == 20
-    assert held("state", "device", "device", "host") == 40
-    assert held("host", "state", "host", "device") == 30 + 20 + 10
-    assert held("host", "state", "host", "host") == 40 + 40 + 10
 
 
 @pytest.mark.parametrize("settings", ["", "expandable_segments:True"])

@@ -2,10 +2,11 @@
 
 import importlib
 from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
-from small_models import Everything, images, mlp
+from small_models import Everything, images, mlp, module_of
 from steps import grads, optimizer_tensors
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -53,15 +54,8 @@ def test_no_batch_fits():
 
 
 def test_a_batch_that_cannot_be_known():
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x, y):
-            return self.linear(x) @ y
-
-    found = estimate(Two(), (torch.zeros(4, 3), torch.zeros(3, 7)))
+    model = module_of(lambda self, x, y: self.linear(x) @ y, linear=nn.Linear(3, 3))
+    found = estimate(model, (torch.zeros(4, 3), torch.zeros(3, 7)))
     assert found.batch is None
     with pytest.raises(ValueError, match="differ in their first dimension"):
         found.largest_batch("1GB")
@@ -80,20 +74,6 @@ def as_measured(model, *sample):
     return 0 <= measured - found.step_bytes <= NUMBERS_BYTES, found
 
 
-class Holds(nn.Module):
-    """Its variables hold what nobody needs any more, while it computes what is largest."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(32, 32)
-
-    def forward(self, x):
-        wide = self.linear(x).repeat(1, 8)
-        kept = {"scaled": wide * 2, "again": wide.neg()}
-        x = (kept["scaled"] + kept["again"]).sum(1, keepdim=True) + self.linear(x).repeat(1, 12)
-        return x.sum(1)
-
-
 def test_the_step_is_what_is_measured():
     model, sample = Everything(), images()
     found = estimate(model, sample)
@@ -108,7 +88,15 @@ def test_the_step_is_what_is_measured():
 
 
 def test_what_variables_hold_counts():
-    is_same, found = as_measured(Holds(), torch.randn(16, 32))
+    """They hold what nobody needs any more, while it is computed what is largest."""
+
+    def forward(self, x):
+        wide = self.linear(x).repeat(1, 8)
+        kept = {"scaled": wide * 2, "again": wide.neg()}
+        x = (kept["scaled"] + kept["again"]).sum(1, keepdim=True) + self.linear(x).repeat(1, 12)
+        return x.sum(1)
+
+    is_same, found = as_measured(module_of(forward, linear=nn.Linear(32, 32)), torch.randn(16, 32))
     assert is_same
     # As large a batch as fits is computed by the same count.
     assert found.largest_batch(found.step_bytes) == 16
@@ -154,6 +142,10 @@ OTHERWISE = {
     "roll": lambda x: x.roll(1, 1),
     "mse": lambda x: functional.mse_loss(x, x.detach() * 2, reduction="none"),
     "huber": lambda x: functional.huber_loss(x, x.detach() * 2, reduction="none"),
+    "mse, mean": lambda x: functional.mse_loss(x, x.detach() * 2),
+    "huber, mean": lambda x: functional.huber_loss(x, x.detach() * 2),
+    "smooth l1": lambda x: functional.smooth_l1_loss(x, x.detach() * 2, reduction="none"),
+    "smooth l1, mean": lambda x: functional.smooth_l1_loss(x, x.detach() * 2),
 }
 INPUTS = {
     "rows": lambda: torch.randn(6, 8).t(),
@@ -300,22 +292,13 @@ def test_then_the_state_it_has_counts():
     assert found.optimizer_bytes == held_by(optimizer) == found.parameters_bytes
 
 
-class Pools(nn.Module):
-    """Its input is larger than its weights, as features of video frames are."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = mlp(2, 256)
-
-    def forward(self, frames):
-        return self.inner(frames.mean(1)).square().mean()
-
-
 @pytest.mark.parametrize("foreach", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad])
 def test_numbers_and_the_batch_count_in_the_optimizers_step(kind, foreach):
     """A kernel of the CPU takes two small tensors for a Python number."""
-    model, x = Pools(), torch.randn(16, 64, 256)
+    # Its input is larger than its weights, as features of video frames are.
+    model = module_of(lambda self, x: self.inner(x.mean(1)).square().mean(), inner=mlp(2, 256))
+    x = torch.randn(16, 64, 256)
     optimizer = kind(model.parameters(), foreach=foreach)
     found = estimate(model, x, optimizer=optimizer)
     stepped(model, optimizer, x)
@@ -337,14 +320,12 @@ def test_numbers_and_the_batch_count_in_the_optimizers_step(kind, foreach):
 # Percent
 
 
-class HoldsLarge(nn.Module):
-    """Its forward has names for what it no longer needs, as Python code has."""
+X = torch.randn(256, 32)
 
-    def __init__(self):
-        super().__init__()
-        self.first, self.rest = nn.Linear(32, 32), nn.Linear(32, 32)
 
+def test_percent_are_of_what_estimate_and_verify_tell():
     def forward(self, x):
+        """Has names for what it no longer needs, as Python code has."""
         hidden = self.first(x)
         large = torch.cat([hidden.detach()] * 4, 1)
         scale = large.mean()
@@ -352,12 +333,7 @@ class HoldsLarge(nn.Module):
             hidden = torch.tanh(self.rest(hidden)) * scale
         return hidden.square().mean()
 
-
-X = torch.randn(256, 32)
-
-
-def test_percent_are_of_what_estimate_and_verify_tell():
-    model = HoldsLarge()
+    model = module_of(forward, first=nn.Linear(32, 32), rest=nn.Linear(32, 32))
     planned = plan(model, X, "95%", profile=False)
     found = planned.sn_memory.plan
     traced = trace(model, X, profile=False, unplanned=False).graph
@@ -382,16 +358,11 @@ def test_percent_are_of_what_estimate_and_verify_tell():
 
 def test_a_fault_in_the_step_without_a_plan_is_not_hidden(monkeypatch):
     """Only what a step without values may be asked for leaves the peak of the traced one."""
+    no_value = DataDependentOutputException(torch.ops.aten._local_scalar_dense.default)
+    fake_step = Mock(side_effect=no_value)
     traces = importlib.import_module("sn_memory.torch.trace.trace")
-
-    def fails(error):
-        def fake_step(*_, **__):
-            raise error
-
-        monkeypatch.setattr(traces, "fake_step", fake_step)
-
-    fails(DataDependentOutputException(torch.ops.aten._local_scalar_dense.default))
+    monkeypatch.setattr(traces, "fake_step", fake_step)
     assert trace(mlp(1), X, profile=False).graph.unplanned_peak_bytes is None
-    fails(AttributeError("a fault"))
+    fake_step.side_effect = AttributeError("a fault")
     with pytest.raises(AttributeError, match="a fault"):
         trace(mlp(1), X, profile=False)

@@ -8,6 +8,8 @@ import pytest
 import steps
 import torch
 import torch.autograd.forward_ad as forward_ad
+from small_models import module_of
+from steps import off
 from torch import nn
 from torch.autograd import functional, grad
 from torch.func import functional_call
@@ -51,11 +53,7 @@ def weights(model):
 
 def of(model, loss):
     """The gradients of a loss by all parameters; zeros where there is none."""
-    found = grad(loss, list(model.parameters()), allow_unused=True)
-    return [
-        torch.zeros_like(it) if one is None else one
-        for it, one in zip(model.parameters(), found, strict=True)
-    ]
+    return grad(loss, list(model.parameters()), materialize_grads=True)
 
 
 def gradient_penalty(model):
@@ -72,11 +70,6 @@ def backward_with_a_graph(model):
     slopes = [it.grad for it in model.parameters()]
     model.zero_grad()
     return [*slopes, *of(model, sum(it.square().sum() for it in slopes))]
-
-
-def hessian_vector_product(model):
-    slopes = grad(model(rows()).square().mean(), list(model.parameters()), create_graph=True)
-    return of(model, sum((it * it.detach().cos()).sum() for it in slopes))
 
 
 def vectorized_hessian(model):
@@ -156,22 +149,14 @@ def batched_backward(model):
     return grad(out, x, torch.eye(3)[:, :1].double(), is_grads_batched=True)
 
 
-WAYS = {
-    it.__name__: it
-    for it in (
-        *(gradient_penalty, backward_with_a_graph, hessian_vector_product, vectorized_hessian),
-        *(maml, double_backward_trick, third_derivative),
-        *(func_grad, func_per_sample, func_vjp, func_hessian),
-        *(forward_mode, forward_mode_over_parameters, forward_over_reverse, batched_backward),
-    )
-}
-
-
-# Where the compiled backward pass is differentiated, or runs for several gradients at a time.
-LOOK_AT_THE_FORWARD_PASS = {
-    *("func_grad", "func_per_sample", "func_vjp", "func_hessian"),
-    *("forward_mode", "forward_mode_over_parameters"),
-}
+# Those that are seen in the forward pass, and those that the backward pass meets.
+FORWARD = (func_grad, func_per_sample, func_vjp, func_hessian)
+FORWARD += (forward_mode, forward_mode_over_parameters)
+BACKWARD = (gradient_penalty, backward_with_a_graph, vectorized_hessian, maml)
+BACKWARD += (double_backward_trick, third_derivative, forward_over_reverse, batched_backward)
+# What the graph's back end does, others do at the same places: a few of either.
+FEW = (func_per_sample, forward_mode_over_parameters, gradient_penalty, backward_with_a_graph)
+FEW += (forward_over_reverse, batched_backward)
 
 # What the error says of those that have first derivatives only.
 REFUSED_OR_RIGHT = {
@@ -180,12 +165,6 @@ REFUSED_OR_RIGHT = {
     "compile": "Plan with backend='graph' or 'modules'",
     "regions": "ran as a region of its own, which computes one gradient. Plan with backend='modul",
 }
-
-
-def off(found, expected):
-    """How far apart results are, relative to their size."""
-    pairs = [(a.detach(), b.detach()) for a, b in zip(found, expected, strict=True)]
-    return max(float((a - b).norm() / b.norm().clamp(min=1e-30)) for a, b in pairs)
 
 
 @cache
@@ -204,32 +183,32 @@ def critics(_kernels_are_not_compiled):
     return planned_critics()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("backend", REFUSED_OR_RIGHT)
+# torch.compile looks whether inputs have gradients, which are no leaves here.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+# By modules, of the first of these ways: see test_waiting_passes.py.
+@pytest.mark.filterwarnings("ignore:.*create_graph=True:sn_memory.base.errors.PlanWarning")
+@pytest.mark.parametrize(
+    ("backend", "way"),
+    [("graph", way) for way in FORWARD + BACKWARD]
+    + [(it, way) for it in REFUSED_OR_RIGHT if it != "graph" for way in FEW]
+    + [("modules", maml), ("modules", third_derivative)],
+)
 def test_it_is_right_or_one_clear_error(critics, backend, way):
     model, planned = critics[0], critics[1][backend]
-    ask, expected = WAYS[way], WAYS[way](model)
-    refused = REFUSED_OR_RIGHT[backend]
-    if refused and way not in LOOK_AT_THE_FORWARD_PASS:
-        with warnings.catch_warnings():
-            # torch.compile looks whether inputs have gradients, which are no leaves here.
-            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor", UserWarning)
-            with pytest.raises(ReplayError, match=refused):
-                ask(planned)
+    expected, refused = way(model), REFUSED_OR_RIGHT[backend]
+    if refused and way in BACKWARD:
+        with pytest.raises(ReplayError, match=refused):
+            way(planned)
         planned.zero_grad()
         return
     planned.sn_memory.inputs.warned.clear()
     planned.sn_memory.inputs.warned.add("several")
-    if backend == "modules" and way not in LOOK_AT_THE_FORWARD_PASS:
-        with warnings.catch_warnings():
-            # Said of the first of these ways: see test_waiting_passes.py.
-            warnings.filterwarnings("ignore", r".*\(create_graph=True\)", PlanWarning)
-            found = ask(planned)
+    if backend == "modules" and way in BACKWARD:
+        found = way(planned)
     else:
         with pytest.warns(PlanWarning, match="runs without its plan") as warned:
-            found = ask(planned)
-        assert len(warned) == 1
-        assert warned[0].filename == __file__
+            found = way(planned)
+        assert [it.filename for it in warned] == [__file__]
     assert off(found, expected) <= (0 if backend == "modules" else ROUNDING)
 
 
@@ -300,18 +279,16 @@ def test_autocast_is_as_it_was():
     assert off(found, slopes(model)) <= 2.0**-7
 
 
-class Momentum(nn.Module):
+def momentum():
     """A momentum encoder: its forward pass moves parameters, and reads them."""
-
-    def __init__(self):
-        super().__init__()
-        self.fast = nn.Linear(WIDTH, WIDTH)
-        self.slow = copy.deepcopy(self.fast).requires_grad_(False)
 
     def forward(self, x):
         with torch.no_grad():
             self.slow.weight.mul_(0.9).add_(self.fast.weight, alpha=0.1)
         return (self.fast(x) - self.slow(x)).square()
+
+    fast = nn.Linear(WIDTH, WIDTH)
+    return module_of(forward, fast=fast, slow=copy.deepcopy(fast).requires_grad_(False))
 
 
 def spectral():
@@ -321,7 +298,7 @@ def spectral():
 
 @pytest.mark.parametrize(
     ("model", "name"),
-    [(spectral, "0.parametrizations.weight.0._u"), (Momentum, "slow.weight, which it reads")],
+    [(spectral, "0.parametrizations.weight.0._u"), (momentum, "slow.weight, which it reads")],
 )
 def test_what_the_forward_pass_wrote_over_is_named(model, name):
     planned = plan(model(), rows().float(), "100%", backend="graph", **SETTINGS)
@@ -381,16 +358,14 @@ def test_a_policy_is_right_or_refused_by_torch(critics, way, words):
         assert off(right(wrapped), right(critics[0])) == 0
 
 
-@pytest.mark.parametrize("way", [hessian_vector_product, maml, third_derivative, forward_mode])
+@pytest.mark.filterwarnings("ignore:nothing that Sequential saves")  # in forward mode
+@pytest.mark.parametrize("way", [maml, third_derivative, forward_mode])
 def test_compressed_activations_have_second_derivatives(way, monkeypatch):
     """Right but for the rounding of eight bits, or not compressed."""
     monkeypatch.setattr(f"{__name__}.rows", lambda seed=1: steps.rows(256, seed, WIDTH))
     model = nn.Sequential(nn.Linear(WIDTH, 96), nn.ReLU(), nn.Linear(96, 64), nn.Tanh())
     model.append(nn.Linear(64, 1))
     expected = way(model)
-    with warnings.catch_warnings():
-        if way is forward_mode:
-            warnings.filterwarnings("ignore", "nothing that Sequential saves", PlanWarning)
-        with compress_activations(copy.deepcopy(model), bits=8) as compressed:
-            found = way(compressed.model)
+    with compress_activations(copy.deepcopy(model), bits=8) as compressed:
+        found = way(compressed.model)
     assert 0 <= off(found, expected) < 0.05

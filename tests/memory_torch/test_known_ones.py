@@ -6,7 +6,7 @@ planned it computed with one, by another kernel.
 
 import pytest
 import torch
-from small_models import same_gradients
+from small_models import module_of, same_gradients
 
 from sn_memory import PlanError
 from sn_memory.torch import PlanWarning, TraceError, estimate, plan, trace, verify
@@ -201,18 +201,15 @@ def test_a_kind_that_goes_takes_no_knowledge_with_it(monkeypatch):
     assert len(planned.sn_memory.steps) == 3
 
 
-class MaskOf(torch.nn.Module):
+def net(ends):
     """Layers, and then something done with what a mask is."""
-
-    def __init__(self, ends):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
-        self.ends = ends
 
     def forward(self, x, mask):
         for layer in self.layers:
             x = layer(x).tanh()
-        return self.ends(x, mask)
+        return ends(x, mask)
+
+    return module_of(forward, layers=torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3)))
 
 
 def one_more(x, mask):
@@ -274,7 +271,7 @@ USES = [
 
 @pytest.mark.parametrize(("ends", "mask", "known"), USES)
 def test_what_is_done_with_a_mask(ends, mask, known):
-    model, sample = MaskOf(ends), (torch.randn(4, 8), mask)
+    model, sample = net(ends), (torch.randn(4, 8), mask)
     planned = plan(model, sample, "100%", **SETTINGS)
     assert ones_of(planned) == ({1} if known else frozenset())
     same_gradients(planned, model, *sample)
@@ -387,36 +384,37 @@ def shuffled(x, mask):
 def test_what_is_not_known_is_not_looked_at(ends):
     sample = (torch.ones(4, 8), ones(4))
     with pytest.raises(TraceError, match="depend on values"):
-        trace(MaskOf(ends), sample, profile=False)
+        trace(net(ends), sample, profile=False)
     if ends in (looked, filled, counted):
         with pytest.raises(TraceError, match="depend on values"):
-            estimate(MaskOf(ends), sample)
+            estimate(net(ends), sample)
+
+
+def pairs(x, mask):
+    return x * (mask[:, None] & mask[None])[0, :8]
+
+
+def rounds(x, mask):
+    for _ in range(20):
+        mask = mask + torch.arange(len(mask)) // len(mask)
+    return x * mask[:8]
 
 
 @pytest.mark.rule_of_scratch
-def test_what_is_large_is_not_computed():
-    """Of a mask of ones all pairs were computed while planning, however many, and then let go."""
-    many = 5_000
-    model = MaskOf(lambda x, mask: x * (mask[:, None] & mask[None])[0, :8])
-    sample = (torch.randn(4, 8), torch.ones(many, dtype=torch.bool))
+@pytest.mark.parametrize(
+    ("ends", "mask", "most"),
+    [
+        # All pairs were computed while planning, however many, and then let go.
+        (pairs, torch.ones(5_000, dtype=torch.bool), 5_000**2),
+        # All that was computed of masks and positions was held to the end of tracing.
+        (rounds, torch.ones(1 << 17, dtype=torch.long), 10 * 8 << 17),
+    ],
+)
+def test_what_is_large_is_not_computed_and_what_a_model_lets_go_is_let_go(ends, mask, most):
     with AllocationTracker([], kernels=True) as tracker:
-        assert trace(model, sample, profile=False).captured.ones == frozenset()
-    assert tracker.peak_bytes - tracker.start_bytes < many**2
-
-
-def test_what_a_model_lets_go_is_let_go():
-    """All that was computed of masks and positions was held to the end of tracing."""
-    many = 1 << 17
-
-    def rounds(x, mask):
-        for _ in range(20):
-            mask = mask + torch.arange(many) // many
-        return x * mask[:8]
-
-    sample = (torch.randn(4, 8), torch.ones(many, dtype=torch.long))
-    with AllocationTracker([], kernels=True) as tracker:
-        trace(MaskOf(rounds), sample, profile=False)
-    assert tracker.peak_bytes - tracker.start_bytes < 10 * 8 * many
+        traced = trace(net(ends), (torch.randn(4, 8), mask), profile=False)
+    assert traced.captured.ones == frozenset()
+    assert tracker.peak_bytes - tracker.start_bytes < most
 
 
 def test_of_several_ones_only_those_count_that_a_model_looks_at():
@@ -444,22 +442,16 @@ def test_of_several_ones_only_those_count_that_a_model_looks_at():
 transformers = pytest.importorskip("transformers")
 
 
-def llama(kind="Llama"):
+def small(kind):
     config = getattr(transformers, f"{kind}Config")(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        use_cache=False,
-    )
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, use_cache=False,
+    )  # fmt: skip
     return getattr(transformers, f"{kind}ForCausalLM")(config)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
-def test_models_of_transformers_with_a_tokenizers_mask(kind):
-    model = llama(kind)
+def test_models_of_transformers_with_a_tokenizers_mask():
+    model = small("Mistral")
     sample = {"input_ids": ids_of(), "attention_mask": ones(), "labels": ids_of()}
     planned = plan(model, sample, "90%", **SETTINGS)
     for mask in (ones(), padded(), ones()):
@@ -479,7 +471,7 @@ def test_models_of_transformers_with_a_tokenizers_mask(kind):
 @pytest.mark.parametrize("mask", [None, ones(), padded()], ids=["none", "ones", "masks"])
 def test_an_estimate_looks_at_what_the_model_looks_at(mask):
     """Without a mask Llama looks at its own positions; the estimate was of a step with a mask."""
-    model = llama()
+    model = small("Llama")
     sample = {"input_ids": ids_of(), "labels": ids_of()}
     sample |= {} if mask is None else {"attention_mask": mask}
     there = [*model.parameters(), *model.buffers(), *sample.values()]
@@ -497,7 +489,7 @@ def test_a_sparse_tensor_is_refused_by_name_and_estimated():
         places = torch.stack([torch.arange(4), torch.arange(4)])
         return torch.sparse.mm(torch.sparse_coo_tensor(places, torch.ones(4), (4, 4)), x)
 
-    model, sample = MaskOf(gathered), (torch.randn(4, 8), ones(4))
+    model, sample = net(gathered), (torch.randn(4, 8), ones(4))
     with pytest.raises(TraceError, match="is sparse"):
         trace(model, sample)
     assert estimate(model, sample).peak_bytes > 0

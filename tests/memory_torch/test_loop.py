@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from loop_seconds import rows_of
-from small_models import Everything, images, mlp
+from small_models import Everything, images, mlp, module_of
 from steps import rows, same, step_of
 
 from sn_memory.base.errors import PlanWarning, core
@@ -48,17 +48,12 @@ class Rated(torch.nn.Module):
         return x * self.unit if isinstance(self.unit, float) else x
 
 
-class Outer(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner, self.last = Rated(), torch.nn.Tanh()
-
-    def forward(self, x):
-        return self.last(self.inner(x))
+def outer():
+    return module_of(lambda self, x: self.last(self.inner(x)), inner=Rated(), last=torch.nn.Tanh())
 
 
 def test_a_kind_is_made_out_once(made_out):
-    planned = plan(Outer(), rows(), "100%", **SETTINGS)
+    planned = plan(outer(), rows(), "100%", **SETTINGS)
     for _ in range(3):
         step_of(planned, rows())
     assert len(made_out) == 1
@@ -80,7 +75,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_changes_is_seen(change, made_out):
-    model, x = Outer(), rows()
+    model, x = outer(), rows()
     planned = plan(model, x, "100%", **SETTINGS)
     step_of(planned, x)
     change(model)
@@ -90,7 +85,7 @@ def test_what_changes_is_seen(change, made_out):
 
 
 def test_what_no_forward_reads_makes_no_other_kind(made_out):
-    model = Outer()
+    model = outer()
     planned, x = plan(model, rows(), "100%", **SETTINGS), rows()
     expected = step_of(planned, x)
     model.inner.other, model.last.note, planned.seen = 0.5, [1], 1
@@ -101,7 +96,7 @@ def test_what_no_forward_reads_makes_no_other_kind(made_out):
 @pytest.mark.parametrize("outermost", [False, True])
 def test_numbers_that_come_and_go_are_not_mistaken(outermost, made_out):
     """A number may lie where one lay that is gone."""
-    model, x = Rated() if outermost else Outer(), rows()
+    model, x = Rated() if outermost else outer(), rows()
     planned = plan(model, x, "200%", **SETTINGS)
     # The outermost module is not the planned one.
     rated = [planned, model] if outermost else [model.inner]
@@ -129,7 +124,7 @@ def test_what_is_no_dictionary_is_refused():
 
 
 def test_nothing_is_kept_alive():
-    planned = plan(Outer(), rows(), "100%", **SETTINGS)
+    planned = plan(outer(), rows(), "100%", **SETTINGS)
     step_of(planned, rows())
     old = weakref.ref(planned.inner.linear.weight)
     planned.inner.linear.weight = torch.nn.Parameter(torch.zeros(32, 32))
@@ -145,7 +140,7 @@ def test_nothing_is_kept_alive():
 
 def test_a_parameter_of_another_form_is_what_it_is_without_a_plan():
     """Planned for, or refused by torch, and as before when it is as it was."""
-    model = Outer()
+    model = outer()
     planned = plan(model, rows(), "100%", **SETTINGS)
     weight = planned.inner.linear.weight
     for other in (weight.data.half(), weight.data.t(), weight.data[:16]):
