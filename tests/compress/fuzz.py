@@ -32,7 +32,6 @@ SETTINGS = (
     {"theta": 0.8, "block": 128, "transform": "axes", "shape": (37, 7, 3), "axes": (1, 2)},
 )
 LENGTHS = (1, 40, 300, 777)
-SHAPE = (37, 21)  # of 777 elements
 SIZES_CLAIMED = (
     0, 1, 31, 776, 778, 2**31 - 1, 2**31, 2**32, 2**40, 2**48, 2**48 + 1, 2**63, 2**64 - 1,
 )  # fmt: skip

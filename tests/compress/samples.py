@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -42,6 +43,7 @@ def for_each(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]]
     values = tuple(values)
 
     def decorate(test: Callable[..., None]) -> Any:
+        @functools.wraps(test)
         def each(**others: Any) -> None:
             for value in values:
                 try:
@@ -52,9 +54,7 @@ def for_each(name: str, values: Iterable[Any]) -> Callable[[Callable[..., None]]
 
         signature = inspect.signature(test)
         left = [it for it in signature.parameters.values() if it.name != name]
-        # Marks, the name and the documentation; and what pytest asks fixtures for.
-        each.__dict__.update(vars(test))
-        each.__name__, each.__doc__, each.__module__ = test.__name__, test.__doc__, test.__module__
+        # What pytest asks fixtures for.
         each.__signature__ = signature.replace(parameters=left)
         return each
 
@@ -136,6 +136,20 @@ def random(n: int, seed: int = 0) -> np.ndarray:
     rng = np.random.default_rng(seed)
     drift = np.cumsum(rng.standard_normal(n)) / math.sqrt(n or 1)
     return (rng.standard_t(3, n) * 0.1 + drift).astype(np.float32)
+
+
+def alike(found: Any, expected: Any) -> None:
+    """Assert that arrays of any library, lists or dicts of them have the same types and bits."""
+    if isinstance(expected, dict):
+        assert found.keys() == expected.keys()
+        found, expected = [found[name] for name in expected], list(expected.values())
+    if isinstance(expected, list | tuple):
+        for one, other in zip(found, expected, strict=True):
+            alike(one, other)
+        return
+    one, other = np.asarray(found), np.asarray(expected)
+    assert (one.dtype, one.shape) == (other.dtype, other.shape)
+    np.testing.assert_array_equal(one.reshape(-1).view(np.uint8), other.reshape(-1).view(np.uint8))
 
 
 def norm(x: Any) -> float:
@@ -223,25 +237,6 @@ def read_support(words: np.ndarray, layout: Layout) -> np.ndarray:
     low = k * elias_fano.low_bits(k, f)
     uppers = stream[:, low : layout.position_bits]
     return read_elias_fano(stream[:, :low], uppers, k, f).astype(np.int64)
-
-
-def support_mask(words: np.ndarray, layout: Layout) -> np.ndarray:
-    """True for each coefficient that a record names, [rows, bins * parts]."""
-    mask = np.zeros((len(words), layout.bins), bool)
-    np.put_along_axis(mask, read_support(words, layout), True, axis=1)
-    return np.repeat(mask, layout.parts, axis=1)
-
-
-def weights(block: int, parts: int = 2) -> np.ndarray:
-    """How often each coefficient counts in the energy, [bins * parts]: conjugate pairs twice,
-    and not at all what the inverse transform ignores."""
-    if parts == 1:
-        return np.ones(block)
-    w = np.full((block // 2 + 1, 2), 2.0)
-    w[0] = 1, 0
-    if block % 2 == 0:
-        w[-1] = 1, 0
-    return w.reshape(-1)
 
 
 def edges(layout: Layout) -> list[int]:

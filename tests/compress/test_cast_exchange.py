@@ -1,12 +1,11 @@
 """CastCompression: what arrives, what is remembered and how many bytes, without a framework."""
 
+import engines
 import numpy as np
 import pytest
 import torch
-from engines import step as engines_step
 
 from sn_compress import CastCompression, CompressError
-from sn_compress.engine.engine import Engine
 from sn_compress.ops.casts import Cast
 
 SHAPES = {"wide": (60, 50), "small": (33, 7), "kernel": (16, 8, 3, 3)}
@@ -14,23 +13,18 @@ ELEMENTS = {name: int(np.prod(shape)) for name, shape in SHAPES.items()}
 ON = {"numpy": np.asarray, "torch": torch.from_numpy}
 
 
-def engines(ranks, dtype, **options):
-    way = CastCompression.using(dtype=dtype, min_elements=1, **options)
-    return [Engine(way.settings, 1, stock="DDP", tuner=None) for _ in range(ranks)]
+def engines_of(ranks, dtype):
+    return engines.engines(CastCompression.using(dtype=dtype, min_elements=1), ranks)
 
 
 def noise(ranks, seed):
-    rng = np.random.default_rng([5, seed])
-    return [
-        {name: rng.standard_normal(n).astype(np.float32) for name, n in ELEMENTS.items()}
-        for _ in range(ranks)
-    ]
+    return engines.noise(seed, ranks, SHAPES)
 
 
 def step(every, values, like=np.asarray, kind="f4"):
     """The means of all ranks, which are alike, and the bytes that each rank received."""
     mine = [{name: own[name].astype(kind) for name in SHAPES} for own in values]
-    travelled = engines_step(every, mine, SHAPES, make=like)
+    travelled = engines.step(every, mine, SHAPES, make=like)
     assert travelled.kinds == ["alltoall", "gather"]
     found = {name: mine[0][name].astype(np.float32) for name in SHAPES}
     return found, travelled.received
@@ -48,7 +42,7 @@ def rounded(vector, dtype):
 ])  # fmt: skip
 def test_a_mean_is_that_of_rounded_gradients_rounded_once(ranks, dtype, like):
     values = noise(ranks, 0)
-    found, received = step(engines(ranks, dtype), values, ON[like])
+    found, received = step(engines_of(ranks, dtype), values, ON[like])
     for name in SHAPES:
         total = np.zeros(ELEMENTS[name], np.float32)
         for own in values:
@@ -65,7 +59,7 @@ def test_a_mean_is_that_of_rounded_gradients_rounded_once(ranks, dtype, like):
 
 def test_a_report_counts_half_and_a_quarter_of_the_bytes():
     for dtype, ratio in (("bf16", 2), ("fp8", 4 * sum(ELEMENTS.values()) / (257 * (12 + 1 + 5)))):
-        every = engines(3, dtype)
+        every = engines_of(3, dtype)
         step(every, noise(3, 0))
         report = every[1].report()
         assert report["cast"] == len(SHAPES)
@@ -74,7 +68,7 @@ def test_a_report_counts_half_and_a_quarter_of_the_bytes():
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp8"])
 def test_nan_and_inf_of_one_rank_reach_all_and_are_not_remembered(dtype):
-    every = engines(3, dtype)
+    every = engines_of(3, dtype)
     step(every, noise(3, 0))
     before = every[1].residual("wide").copy() if dtype == "fp8" else None
     values = noise(3, 1)
@@ -94,7 +88,7 @@ def test_half_precision_gradients_are_summed_in_float32():
     values = [{name: np.ones(n, np.float32) for name, n in ELEMENTS.items()} for _ in range(4)]
     for own in values[1:]:
         own["wide"][:] = 2.0**-11  # of 1 half a step in fp16
-    found, _ = step(engines(4, "fp16"), values, kind="f2")
+    found, _ = step(engines_of(4, "fp16"), values, kind="f2")
     # A sum of fp16 numbers one by one would stay at 1.
     assert (found["wide"] == np.float16((1 + 3 * 2.0**-11) / 4)).all()
 

@@ -278,24 +278,3 @@ def test_a_tensor_without_energy_travels_whole_until_it_has_some():
     exchange_all(sessions, list(shapes), gradients(True))
     assert {own.method("late") for own in sessions} == {"low_rank"}
     assert not any(own.dense("late", shapes["late"]) for own in sessions)
-
-
-def test_a_saved_state_goes_on_with_the_sizes_agreed_on(disturbed):
-    rng = np.random.default_rng(10)
-    shapes = {"table": (800, 32), "wide": (30, 200)}
-    sessions = sessions_of(2)
-    dense_step(sessions, gradients_of(rng, 2, shapes, torch_too=False), shapes)
-    for turn in range(3):
-        gradients = gradients_of(rng, 2, shapes, torch_too=False)
-        for name in shapes:
-            _, seen = exchange(sessions, name, [values[name] for values in gradients])
-            assert (seen[0] == 3 + 2) == (turn == 0)
-        before, sessions = sessions, [AllReduceExchange(ratio=20, warmup=1) for _ in sessions]
-        for own, other in zip(sessions, before, strict=True):
-            own.load_state_dict(other.state_dict())
-            assert own.tensors["table"].size == other.tensors["table"].size
-    for entry in ({"way": "rowz"}, {"sides": [30, 201]}, {"size": 31}):
-        state = sessions[0].state_dict()
-        state["tensors"]["wide"].update(entry)
-        with pytest.raises(CompressError):
-            AllReduceExchange(ratio=20, warmup=1).load_state_dict(state)

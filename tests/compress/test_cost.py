@@ -14,7 +14,6 @@ from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.engine.payloads import shares_of
 from sn_compress.prediction.cost import (
     FUSED_BYTES,
-    MODELS,
     Layer,
     Route,
     break_even,
@@ -72,6 +71,7 @@ def test_layers_have_the_published_sizes(model, elements, tensors):
     found = layers(model)
     assert sum(layer.elements for layer in found) == elements
     assert len(found) == len({layer.name for layer in found}) == tensors
+    assert predict(found, ranks=2, link=LINK).row("plain").speedup == 1
 
 
 def test_collectives_are_the_closed_forms():
@@ -162,9 +162,7 @@ def test_break_even_is_the_closed_form():
     lost = 0.03 + collective_s("allgather", 0, 8, LINK) - collective_s("allreduce", 0, 8, LINK)
     found = break_even(seconds_of(plain(4 * 10**7)), seconds_of(small), link=LINK)
     assert found == pytest.approx(saved / lost, rel=2e-3)  # twice its own tolerance
-
-
-def test_break_even_of_what_always_or_never_pays():
+    # And of what always or never pays an end of what is asked about.
     fast, slow = seconds_of(plain(1000)), seconds_of(plain(10**9))
     assert break_even(slow, fast, link=LINK, high=1e12) == 1e12
     assert break_even(fast, slow, link=LINK, low=1e6) == 1e6
@@ -183,13 +181,8 @@ def test_a_link_is_found_again_from_two_times(bytes_per_s, latency, ranks):
 
 def test_sizes_are_those_of_the_real_exchange():
     """A trained session sends, in all, what the model says, whatever ranks it chose."""
-
-    model = [
-        Layer("a", (256, 512)),
-        Layer("b", (256,)),
-        Layer("c", (300, 256)),
-        Layer("d", (16, 9)),
-    ]
+    shapes = {"a": (256, 512), "b": (256,), "c": (300, 256), "d": (16, 9)}
+    model = [Layer(name, shape) for name, shape in shapes.items()]
     chosen = LowRankCompression.using(ratio=40.0, warmup=1).settings
     ranks = 8
     sent = 4 * words_sent(AllReduceExchange(**chosen.shared), model, ranks)
@@ -290,8 +283,3 @@ def test_the_command_prints_the_table_and_draws(tmp_path, capsys):
     assert "62,378,344 parameters, 8 ranks, 1 Gbit/s" in printed
     assert all(f"\n{method} " in printed for method in (*METHODS, "auto"))
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_every_model_has_a_prediction():
-    for model in MODELS:
-        assert predict(layers(model), ranks=2, link=LINK).row("plain").speedup == 1

@@ -8,20 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from samples import for_each
+from samples import alike, for_each
 
 from sn_compress.errors import CompressError
 from sn_compress.ops import fixed_point
 from sn_compress.ops.fixed_point import MAX_RANKS, PRIME, Digits, FixedPointColumns, word_sum
 from sn_compress.ops.orthonormal import Orthonormal, most, orthonormal
 from sn_compress.ops.products import remember
-
-
-def same(one, other):
-    """Whether an array of NumPy and one of torch have the same type and bits."""
-    one, other = np.asarray(one), other.numpy()
-    assert one.dtype == other.dtype
-    np.testing.assert_array_equal(one.view(np.uint8), other.view(np.uint8))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 8, 42, 43, 1024, MAX_RANKS])
@@ -41,9 +34,9 @@ def test_sums_of_digits_come_back(count, ranks, fine):
         total = words.astype(np.int32)
         expected = each.sum(axis=0) + (ranks - speak) * others
         np.testing.assert_array_equal(digits.unpack(total, count), expected)
-        same(digits.unpack(total, count), digits.unpack(torch.from_numpy(total), count))
+        alike(digits.unpack(total, count), digits.unpack(torch.from_numpy(total), count))
     for own in each[:2]:
-        same(digits.pack(own), digits.pack(torch.from_numpy(own)))
+        alike(digits.pack(own), digits.pack(torch.from_numpy(own)))
 
 
 def test_more_ranks_than_digits_can_sum_are_refused():
@@ -62,8 +55,7 @@ def test_scales_cover_peaks(peak):
         # A quarter of an octave is rounded to float32 once.
         assert 2.0 ** (exponent / 4) >= peak * (1 - 2**-24)
         assert 2.0 ** ((exponent - 1) / 4) < peak
-    for one, other in zip((found, some), fixed_point.covering(torch.asarray(peaks)), strict=True):
-        same(one, other)
+    alike((found, some), fixed_point.covering(torch.asarray(peaks)))
 
 
 @given(
@@ -79,7 +71,7 @@ def test_the_mean_exponent_is_rounded_from_whole_numbers(told, at):
     expected = math.floor(sum(told) / len(told) + 0.5) if told else 7
     assert found[at] == expected
     assert (np.delete(found, at) == 7).all()
-    same(found, columns.unpack(torch.from_numpy(total), torch.from_numpy(before), ranks)[2])
+    alike(found, columns.unpack(torch.from_numpy(total), torch.from_numpy(before), ranks)[2])
 
 
 @pytest.mark.parametrize("count", [2, 33, 1000, 2047, 2048, 2049, 5000])
@@ -146,7 +138,7 @@ def test_orthonormal_rows_have_the_same_bits_in_any_order_of_sums(top):
     order = rng.permutation(500)
     for each in (whole, steep):
         expected = orthonormal(each)
-        same(expected, orthonormal(torch.from_numpy(each)))
+        alike(expected, orthonormal(torch.from_numpy(each)))
         np.testing.assert_array_equal(orthonormal(each[:, order]), expected[:, order])
 
 
@@ -170,7 +162,7 @@ def test_matrices_together_are_as_each_alone(shapes):
     found = Orthonormal(shapes)(flat)
     expected = np.concatenate([orthonormal(it).reshape(-1) for it in each])
     np.testing.assert_array_equal(found, expected)
-    same(found, Orthonormal(shapes)(torch.from_numpy(flat)))
+    alike(found, Orthonormal(shapes)(torch.from_numpy(flat)))
 
 
 def test_sums_stay_exact_however_wide_a_row_is():

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from samples import U, codecs, examples, norm, random, transform_error
+from samples import U, alike, codecs, examples, norm, random, transform_error
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec
 
@@ -32,35 +32,23 @@ def drift(codec: FFTCodec, n: int, inputs: list[np.ndarray], residuals: list[flo
 
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_all_that_went_in_comes_out_or_is_remembered(backend, codec):
-    n, steps = 5000, 20
-    feedback = ErrorFeedback(codec)
-    inputs, sent, residuals = [], np.zeros(n), [0.0]
-    for step in range(steps):
-        x = random(n, step) * np.float32(1 + step % 3)
-        payload = feedback.encode("w", x)
-        inputs.append(x)
-        sent += codec.decode(payload)
-        residuals.append(math.sqrt(payload.error))
-    # Padding has no place in the vector, but the memory of it does come back later: it stays in
-    # the spectrum. What the vector shows of the sum is still exact, by linearity.
-    whole = sum(x.astype(np.float64) for x in inputs)
-    left = feedback.residual("w").astype(np.float64)
-    before = [a + b for a, b in itertools.pairwise(residuals)]
-    assert norm(sent + left - whole) <= drift(codec, n, inputs, before)
-
-
-@examples
-@given(
-    st.sampled_from(CODECS), st.integers(0, 9000), st.integers(0, 2**32 - 1), st.integers(-100, 60)
-)
-def test_a_step_loses_nothing(backend, codec, n, seed, power):
-    feedback = ErrorFeedback(codec)
-    x = np.ldexp(random(n, seed), power).astype(np.float32)
-    payload = feedback.encode("w", x)
-    if n:
-        error = norm(codec.decode(payload) + feedback.residual("w").astype(np.float64) - x)
-        floor = 100 * 2.0**-149 * math.sqrt(2 * n + 64)
-        assert error <= drift(codec, n, [x], [math.sqrt(payload.error)]) + floor
+    sizes = ((5000, 20, 0), (9000, 3, 60), (4097, 3, -100), (63, 3, -60), (1, 3, 0), (0, 1, 0))
+    for n, steps, power in sizes:
+        feedback = ErrorFeedback(codec)
+        inputs, sent, residuals = [], np.zeros(n), [0.0]
+        for step in range(steps):
+            x = np.ldexp(random(n, step) * np.float32(1 + step % 3), power).astype(np.float32)
+            payload = feedback.encode("w", x)
+            inputs.append(x)
+            sent += codec.decode(payload)
+            residuals.append(math.sqrt(payload.error))
+        # Padding has no place in the vector, but the memory of it does come back later: it stays in
+        # the spectrum. What the vector shows of the sum is still exact, by linearity.
+        whole = sum(x.astype(np.float64) for x in inputs)
+        left = feedback.residual("w").astype(np.float64)
+        before = [a + b for a, b in itertools.pairwise(residuals)]
+        floor = 100 * steps * 2.0**-149 * math.sqrt(2 * n + 64)
+        assert norm(sent + left - whole) <= drift(codec, n, inputs, before) + floor
 
 
 @pytest.mark.parametrize(("transform", "values"), [
@@ -97,26 +85,6 @@ def test_illegal_decay():
     for decay in (0, -1, 1.01, math.nan):
         with pytest.raises(CompressError, match=r"decay=.*expected above 0 and at most 1"):
             ErrorFeedback(FFTCodec(), decay=decay)
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=str)
-def test_saved_and_loaded_it_goes_on_bit_by_bit(backend, codec):
-    first = ErrorFeedback(codec, decay=0.9)
-    for step in range(3):
-        first.encode("a", random(5000, step))
-        first.encode("b", random(33, step))
-    state = first.state_dict()
-    second, third = (ErrorFeedback(codec, decay=0.9) for _ in range(2))
-    second.load_state_dict(state)
-    for step in range(3, 6):
-        for name, n in (("a", 5000), ("b", 33)):
-            x = random(n, step)
-            assert first.encode(name, x).to_bytes() == second.encode(name, x).to_bytes()
-    # The state is a copy, as is what was loaded from it: going on changed neither.
-    third.load_state_dict(state)
-    for step in range(3, 6):
-        third.encode("a", random(5000, step))
-    np.testing.assert_array_equal(third.residual("a"), first.residual("a"))
 
 
 BASES = [
@@ -183,11 +151,6 @@ OF_B = ("memory", "b")
 ARRAYS = (*OF_B, "state", "arrays")
 # Where something else stands in a state; the arrays of "b" are of a block of 4096 and one of 1024.
 BAD_STATES = {
-    "nothing": ((), {}),
-    "not a dict": ((), [{}]),
-    "other format": (("format",), 3),
-    "no memory": (("memory",), GONE),
-    "memory of a wrong kind": (("memory",), [1]),
     "entry of a wrong kind": (("memory",), {"b": None}),
     **{f"no {key}": ((*OF_B, key), GONE) for key in ("n", "codec", "basis", "state")},
     "no such codec": ((*OF_B, "codec"), "ZipCodec"),
@@ -219,8 +182,6 @@ BAD_STATES = {
 
 
 def changed(state, path, new):
-    if not path:
-        return new
     *way, last = path
     place = functools.reduce(operator.getitem, way, state)
     if new is GONE:
@@ -233,13 +194,12 @@ def changed(state, path, new):
 @pytest.mark.parametrize("kind", BAD_STATES)
 def test_a_bad_state_is_refused_and_changes_nothing(kind):
     feedback = ErrorFeedback(FFTCodec())
-    feedback.encode("a", random(5000))
-    feedback.encode("b", random(5000))
+    for name in "ab":
+        feedback.encode(name, random(5000))
     before = [feedback.residual(name) for name in "ab"]
-    with pytest.raises(CompressError, match=r"'b'|format|by name"):
+    with pytest.raises(CompressError, match="'b'"):
         feedback.load_state_dict(changed(feedback.state_dict(), *BAD_STATES[kind]))
-    for name, residual in zip("ab", before, strict=True):
-        np.testing.assert_array_equal(feedback.residual(name), residual)
+    alike([feedback.residual(name) for name in "ab"], before)
 
 
 def test_memory_in_another_order_of_axes_is_taken():

@@ -84,7 +84,7 @@ def test_all_forms_of_both_back_ends_give_the_same_bits(core, monkeypatch, n, bi
             values = unpacked(twin, n, bits, group)
             for form, native in forms.items():
                 monkeypatch.setattr(_native, "core", lambda native=native: native)
-                ours = groups.pack(kinds[name], bits, group, bound, KEY)
+                ours = groups.pack(kinds[name], bits, group, bound, KEY, 3 if n > 2000 else 1)
                 assert same(ours, twin), (form, name, group, bound)
                 assert unpacked(ours, n, bits, group).tobytes() == values.tobytes(), form
 
@@ -169,15 +169,6 @@ def test_floats_of_two_bytes_are_packed_as_their_values(backend, kind):
         ours = torch.from_numpy(back.view(np.int16)).view(dtype)
         full = torch.from_numpy(unpacked(kept, values.size, bits, 256)).to(dtype)
         torch.testing.assert_close(ours, full, rtol=0, atol=0, equal_nan=True)
-
-
-def test_threads_change_nothing(backend):
-    n = 3 * 2**18 + 77
-    x = vectors(n)["not finite"]
-    one = groups.pack(x, 4, 256, 0.5, KEY, threads=1)
-    three = groups.pack(x, 4, 256, 0.5, KEY, threads=3)
-    assert same(one, three)
-    assert (np.diff(one.at) > 0).all()
 
 
 @pytest.mark.parametrize("bits", groups.WIDTHS)

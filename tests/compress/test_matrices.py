@@ -40,15 +40,13 @@ def keras_layout(model):
     return [Layer(layer.name, (*layer.shape[2:], *layer.shape[1::-1])) for layer in model]
 
 
-def test_kerass_layout_is_that_of_keras():
-    ours = {layer.name: layer.shape for layer in keras_layout(layers("resnet50"))}
-    assert ours["conv1.weight"] == (7, 7, 3, 64)
-    assert (ours["fc.weight"], ours["fc.bias"]) == ((2048, 1000), (1000,))
-
-
 @pytest.mark.parametrize("layout", [list, keras_layout])
 def test_resnet50_reaches_the_ratio_in_torchs_layout_and_in_kerass(layout):
     model = layout(layers("resnet50"))
+    if layout is keras_layout:
+        shapes = {layer.name: layer.shape for layer in model}
+        assert shapes["conv1.weight"] == (7, 7, 3, 64)
+        assert (shapes["fc.weight"], shapes["fc.bias"]) == ((2048, 1000), (1000,))
     assert sum(layer.elements for layer in model) == 25_557_032
     settings = LowRankCompression.using(ratio=100).settings
     found = predict(model, ranks=8, link=Link.of_gbit(10), settings=settings)

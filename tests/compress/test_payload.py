@@ -152,22 +152,6 @@ def test_payloads_over_other_axes_are_refused():
         codec.decode(Payload.from_bytes(data))
 
 
-@for_each("claimed", (0, 69, 71, 2**31, 2**32 + 70, 2**48))
-@pytest.mark.parametrize("codec", codecs(), ids=str)
-def test_a_forged_number_of_elements_costs_no_memory(codec, claimed):
-    data = resealed(codec.encode(random(70)).to_bytes(), 4, struct.pack("<Q", claimed))
-    tracemalloc.start()
-    try:
-        # 69 and 71 may take as many bytes as 70, and are then as good.
-        assert codec.decode(Payload.from_bytes(data)).size == claimed in (69, 71)
-    except PayloadError as error:
-        assert "expected" in str(error)  # noqa: PT017 - either outcome is right
-    finally:
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
-    assert peak < 1 << 20
-
-
 def test_gathered_payloads():
     codec = FFTCodec(theta=0.9)
     parts = [codec.encode(random(500, seed)) for seed in range(3)]

@@ -54,19 +54,6 @@ def test_settings_are_by_keyword_only():
         FFTCodec(0.9)
 
 
-@pytest.mark.parametrize(("values", "message"), [
-    (np.ones(100), "cannot encode dtype float64; expected float32, float16 or bfloat16"),
-    (np.ones(100, np.int32), r"dtype int32.*Cast it: values\.astype\('float32'\)"),
-    (np.ones(100, np.complex64), "dtype complex64"),
-    ([1.0, 2.0], "dtype float64"),
-    (np.ones((10, 10), np.float32), r"shape \(10, 10\); expected one dimension. Flatten"),
-    (np.float32(1), r"shape \(\)"),
-])  # fmt: skip
-def test_what_cannot_be_encoded(values, message):
-    with pytest.raises(CompressError, match=message):
-        FFTCodec().encode(values)
-
-
 def test_settings_that_only_concern_the_encoder_are_not_compared():
     x = random(5000)
     codec = FFTCodec(theta=0.9)

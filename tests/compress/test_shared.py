@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import sessions as ranks_of
+from samples import alike
 
 from sn_compress.allreduce.allocate import Allocation, words_of
 from sn_compress.allreduce.exchange import AllReduceExchange
@@ -210,23 +211,6 @@ def test_without_a_rank_nothing_goes_by_rows_and_shapes_may_not_change():
         session.dense("w", (800, 31))
 
 
-def test_a_model_begins_dense_then_shares_and_comes_back_to_dense():
-    rng = np.random.default_rng(8)
-    how = {"ratio": 10, "warmup": 2, "every": 5, "min_elements": 200}
-    sessions, kinds, sums = pair(**how), [], Sums()
-    for turn in range(14):
-        for name, shape in {"a": (40, 30), "b": (100,)}.items():
-            values = gradients(rng, 2, math.prod(shape))
-            mean, dense = ranks_of.step(sessions, name, shape, values)
-            if name == "a":
-                kinds.append("d" if dense else "s")
-                sums.add(values, mean)
-        if turn == 7:
-            sessions = reloaded(sessions, **how)
-    assert "".join(kinds) == "ddssssdssssdss"
-    sums.check(sessions, "a")
-
-
 def test_what_goes_plain_counts_for_the_ratio():
     mean = np.random.default_rng(12).standard_normal(64 * 96).astype(np.float32)
 
@@ -294,10 +278,7 @@ def test_a_damaged_sum_is_an_error_and_changes_nothing(kind):
         words[rng.integers(words.size)] ^= np.int32(1 << rng.integers(31))
         with pytest.raises(PayloadError, match="corrupt in transit"):
             steps.send(steps.send(words))
-        after = part.state_dict()
-        assert (after["memory"] == before["memory"]).all()
-        for name, value in before["shared"].items():
-            assert (after["shared"][name] == value).all()
+        alike(part.state_dict(), before)
         # And a step that is begun anew is as if there had been none before.
         assert (step([part], [values])[0] == step([twin], [values])[0]).all()
     # As is one of NaN, which is an error of nobody's.

@@ -2,12 +2,11 @@
 
 import itertools
 import logging
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from test_agreement import on_ranks
 
 from sn_compress import AutoCompression, CompressError
 from sn_compress.prediction.cost import Link, collective_s
@@ -21,54 +20,34 @@ CHOSEN = AutoCompression.using(warmup=3).settings
 
 
 class World:
-    """Ranks as threads: an all-reduce that blocks, and a clock of its own for each."""
+    """Ranks as threads, with a clock of its own for each."""
 
     def __init__(self, link, *, ranks=RANKS):
-        self.link, self.ranks = link, ranks
-        self.now = [0.0] * ranks
+        self.link, self.now = link, [0.0] * ranks
         self.names = [[] for _ in range(ranks)]
-        self._values = [None] * ranks
-        self._barrier = threading.Barrier(ranks, timeout=20)
 
-    def total(self, rank):
-        def add(name, values):
-            self.names[rank].append(name)
-            self._values[rank] = values
-            self._barrier.wait()
-            found = np.sum(self._values, axis=0)
-            self._barrier.wait()
-            # Ranks measure slightly different times.
-            took = collective_s("allreduce", values.nbytes, self.ranks, self.link)
-            self.now[rank] += took * (1 + 0.01 * rank)
-            return found
+    def run(self, body, **settings):
+        """body(rank, tuner) on a thread for each rank; what they return."""
+        ranks = len(self.now)
 
-        return add
+        def work(rank, total):
+            def timed(name, values):
+                self.names[rank].append(name)
+                took = collective_s("allreduce", values.nbytes, ranks, self.link)
+                # Ranks measure slightly different times.
+                self.now[rank] += took * (1 + 0.01 * rank)
+                return total(name, values)
 
-    def run(self, body):
-        """body(rank) on a thread for each rank; what they return."""
+            clock = lambda: self.now[rank]  # noqa: E731
+            return body(rank, Tuner(CHOSEN, ranks=ranks, total=timed, clock=clock, **settings))
 
-        def work(rank):
-            try:
-                return body(rank)
-            except Exception:
-                self._barrier.abort()
-                raise
-
-        with ThreadPoolExecutor(self.ranks) as pool:
-            return list(pool.map(work, range(self.ranks)))
-
-    def tuner(self, rank, **settings):
-        return Tuner(
-            CHOSEN, ranks=self.ranks, total=self.total(rank), clock=lambda: self.now[rank],
-            **settings,
-        )  # fmt: skip
+        return on_ranks(ranks, work)
 
 
 def train(world, count, seconds_of, **settings):
     """Methods of "a" step by step, by rank, and the tuners."""
 
-    def body(rank):
-        tuner = world.tuner(rank, **settings)
+    def body(rank, tuner):
         seen = []
         for _ in range(count):
             # Ranks finish their tensors in different orders.
@@ -78,7 +57,7 @@ def train(world, count, seconds_of, **settings):
             world.now[rank] += seconds_of(methods) * (1 + 0.02 * rank)
         return seen, tuner
 
-    return world.run(body)
+    return world.run(body, **settings)
 
 
 def by_bytes(link):
@@ -146,8 +125,7 @@ def test_the_trial_waits_for_the_dense_steps_of_the_shared_exchange():
 def test_settled_steps_send_nothing_of_the_tuner():
     world = World(Link.of_gbit(0.1))
 
-    def body(rank):
-        tuner = world.tuner(rank, rates=FREE)
+    def body(rank, tuner):
         while not tuner.settled:
             tuner.method("a", SHAPES["a"])
             world.now[rank] += 0.1
@@ -156,7 +134,7 @@ def test_settled_steps_send_nothing_of_the_tuner():
             tuner.method("a", SHAPES["a"])
         return len(world.names[rank]) - before
 
-    assert world.run(body) == [0] * RANKS
+    assert world.run(body, rates=FREE) == [0] * RANKS
 
 
 def test_the_codec_is_measured_where_no_rates_are_given():
@@ -194,4 +172,4 @@ def test_one_rank_alone_stays_plain():
     assert tuner.settled
     assert tuner.report()["plain_step_s"] == 1.0
     with pytest.raises(CompressError, match="steps=0"):
-        Tuner(CHOSEN, ranks=2, total=World(Link(1e9)).total(0), steps=0)
+        Tuner(CHOSEN, ranks=2, total=None, steps=0)
