@@ -37,8 +37,7 @@ from .graph import Collectives, GraphStep, after
 from .host_step import cut
 from .memory import OptimizerState, memory_at, memory_of
 from .nodes import NodeSum
-from .plain import Plain, wire_type
-from .tracing import Call, find_call, passed
+from .tracing import Call, Plain, find_call, passed, wire_type
 from .variables import NO_VARIABLE, as_variables, digest_of, fingerprint_of_variables
 
 __all__ = ["compress", "compressed_means", "memory_of", "refuse_xla"]

@@ -25,6 +25,8 @@ from tensorflow.python.eager.polymorphic_function import polymorphic_function
 
 from ..errors import CompressError
 
+_as_written = tf.autograph.experimental.do_not_convert
+
 _log = logging.getLogger(__name__)
 _MODULE = "horovod.tensorflow"
 # Where TensorFlow 2.21 traces a function, with the function's arguments among its variables.
@@ -238,3 +240,38 @@ def _only(tensors: Sequence[Any], tensor: Any) -> int | None:
     # By identity, as tensors compare element by element.
     places = [place for place, member in enumerate(tensors) if member is tensor]
     return places[0] if len(places) == 1 else None
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A tensor that went uncompressed in a type Horovod can reduce."""
+
+    dtype: tf.DType
+
+    @_as_written
+    def finish(self, reduced: Any) -> Any:
+        return tf.cast(reduced, self.dtype)
+
+
+def wire_type(tensor: Any) -> Any:
+    """As what a tensor that is not compressed travels: Horovod reduces no bfloat16."""
+    return tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
+
+
+class Plain:
+    """A compression of Horovod's that only makes a type of what Horovod cannot reduce: bfloat16."""
+
+    @staticmethod
+    @_as_written
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Called by Horovod."""
+        wire = wire_type(tensor)
+        return (
+            (tensor, None) if wire == tensor.dtype else (tf.cast(tensor, wire), Cast(tensor.dtype))
+        )
+
+    @staticmethod
+    @_as_written
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Called by Horovod."""
+        return tensor if ctx is None else ctx.finish(tensor)

@@ -18,32 +18,32 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "graph": (("graph",), 1319, 1150),
     "cost": (("cost",), 1288, 800),
     "check": (("check.py",), 381, 430),
-    "run, report": (("run", "report"), 2119, 1350),
+    "run, report": (("run", "report"), 2122, 1350),
     "pool": (("pool",), 948, 800),
     "plan": (("plan",), 1918, 1500),
     "plan/search": (("plan/search",), 1198, 1700),
     "plan/policies": (("plan/policies.py",), 464, 300),
     "activations": (("activations",), 952, 800),
-    "apoptosis": (("apoptosis",), 3143, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3470, 1700),
+    "apoptosis": (("apoptosis",), 3165, 2600),
+    "torch: plan, estimate, verify, planned": (("torch",), 3473, 1700),
     "torch: target device": (("torch/target",), 1301, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3370, 1700),
     "torch: trace": (("torch/trace",), 3333, 2300),
-    "torch: eager": (("torch/eager",), 2038, 1500),
-    "torch: host": (("torch/state", "torch/host"), 1730, 1300),
+    "torch: eager": (("torch/eager",), 2039, 1500),
+    "torch: host": (("torch/state", "torch/host"), 1744, 1300),
     "torch: compile": (("torch/compile",), 953, 700),
     "torch: policy": (("torch/policy",), 1193, 750),
     "torch: regions": (("torch/regions",), 2184, 900),
-    "torch: modules": (("torch/modules",), 1049, 550),
+    "torch: modules": (("torch/modules",), 1067, 550),
     "torch: activations": (("torch/activations",), 2485, 1200),
-    "tensorflow": (("tensorflow",), 6605, 4200),
+    "tensorflow": (("tensorflow",), 6710, 4200),
 }
-TOTAL = (44_536, 28_000)
+TOTAL = (44_702, 28_000)
 MOST_FILES = (170, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes and for cores that ranks share (108), and groups in vectors (110).
-COMPRESS_LINES = (28_144, 19_500)
+COMPRESS_LINES = (28_013, 19_500)
 COMPRESS_FILES = (120, 120)
 
 

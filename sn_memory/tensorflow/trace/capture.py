@@ -200,7 +200,7 @@ class _Taped:
         seen.update(
             key=key, inputs=inputs, results=results, outs=outs, ends=ends, gradients=gradients,
             placeholders=placeholders, variables=self.trainable_variables,  # type: ignore[attr-defined]
-            others=others or [it for it in accessed.watched_variables() if id(it) not in known],
+            others=others or [v for v in accessed.watched_variables() if id(v) not in known],
         )  # fmt: skip
         return results
 
