@@ -417,17 +417,14 @@ def test_a_step_given_up_in_its_middle_loses_no_memory():
     np.testing.assert_array_equal(both[0].residual("wide"), before)
 
 
-@pytest.mark.parametrize("compression", [SUMS, FFTCompression.using(theta=0.5)], ids=repr)
-def test_half_precision_is_read_and_written_in_place(compression):
-    both = engines(compression)
+def test_sums_of_half_precision_are_written_in_place():
+    """As payloads are: test_scattered.py."""
+    both = engines(SUMS)
     for seed in range(3):
         halves = [{n: v.astype(np.float16) for n, v in own.items()} for own in noise(seed)]
-        mean = np.mean([own["wide"] for own in halves], axis=0, dtype=np.float64)
         found = step(both, halves)
         assert halves[0]["wide"].dtype == np.float16
     assert found.named["coded"] == list(NAMES)
-    if compression is not SUMS:
-        assert np.linalg.norm(halves[0]["wide"] - mean) < 0.5 * np.linalg.norm(mean)
 
 
 def test_what_is_no_float_travels_plain():

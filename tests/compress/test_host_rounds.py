@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from samples import alike
 
 from sn_compress import PayloadError, _native
 from sn_compress.allreduce.bucket import bucket_of
@@ -106,10 +107,7 @@ def test_bits_are_those_of_the_rounds_that_are_put_together(ranks, steps, damage
     assert None not in taken
     monkeypatch.setattr(LowRank, "compiled_step", lambda self, **given: None)
     theirs = trained(ranks, steps=steps, damage=damage)
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        assert (one.dtype, one.shape) == (other.dtype, other.shape)
-        assert one.tobytes() == other.tobytes()
+    alike(ours, theirs)
     assert sum(it.ndim == 0 and it == -1 for it in ours) == (ranks if damage else 0)
 
 

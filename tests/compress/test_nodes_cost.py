@@ -42,6 +42,7 @@ FAST = Link(1e7, latency_s=1e-4, operation_s=0.0)
 LINK = Link(1e6, latency_s=1e-3, operation_s=0.5, gpus=4, inside=FAST)
 TREE = replace(LINK, tree=True)
 QUICK_BETWEEN = replace(LINK, bytes_per_s=1e9)
+FLAT = Link(1.25e9, latency_s=20e-6, operation_s=1e-3)
 
 
 @pytest.mark.parametrize(("kind", "link", "ranks", "expected"), [
@@ -62,8 +63,13 @@ QUICK_BETWEEN = replace(LINK, bytes_per_s=1e9)
     # The slower link counts.
     ("allreduce", QUICK_BETWEEN, 8, 0.5 + 2 * 1e-3 + 12 * 1e-4 + 0.175),
     ("alltoall", QUICK_BETWEEN, 8, 0.5 + 4 * 1e-3 + 3 * 1e-4 + 0.1 * 3 / 7),
+    # A rank a node: what is for others is sent once, to each its own; one rank sends nothing.
+    ("allreduce", FLAT, 8, 1e-3 + 14 * 20e-6 + 2 * 7 / 8 * 1e6 / 1.25e9),
+    ("allgather", FLAT, 8, 1e-3 + 7 * 20e-6 + 7 * 1e6 / 1.25e9),
+    ("alltoall", FLAT, 8, 1e-3 + 7 * 20e-6 + 1e6 / 1.25e9),
+    ("allreduce", FLAT, 1, 0.0),
 ])  # fmt: skip
-def test_collectives_of_nodes_by_hand(kind, link, ranks, expected):
+def test_collectives_by_hand(kind, link, ranks, expected):
     assert collective_s(kind, 10**6, ranks, link) == pytest.approx(expected, rel=1e-12)
 
 

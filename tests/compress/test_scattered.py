@@ -112,13 +112,14 @@ def test_the_bits_are_those_of_a_host_wherever_it_runs(monkeypatch):
         alike(*([engine.residual("wide") for engine in own] for own in (there, here)))
 
 
-@pytest.mark.parametrize(("dtype", "on_device"), [(torch.float16, False), (torch.bfloat16, True)])
-def test_half_precision_is_read_and_written_in_place(monkeypatch, dtype, on_device):
+@pytest.mark.parametrize(("ranks", "dtype", "on_device"), [
+    (2, torch.float16, False), (4, torch.float16, False), (4, torch.bfloat16, True),
+])  # fmt: skip
+def test_half_precision_is_read_and_written_in_place(monkeypatch, ranks, dtype, on_device):
     if on_device:
         nowhere_on_host(monkeypatch)
-    ranks = 4
     values = [
-        {name: (300 * torch.from_numpy(it)).to(dtype) for name, it in own.items()}
+        {name: (1200 / ranks * torch.from_numpy(it)).to(dtype) for name, it in own.items()}
         for own in noise(1, ranks, SHAPES)
     ]
     sums = {name: torch.stack([own[name].float() for own in values]).sum(0) for name in SHAPES}

@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from samples import alike
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod")  # the package needs it
@@ -37,22 +38,6 @@ def compiled(function, kind):
     if kind == "eager":
         return function
     return tf.function(function, autograph=False, jit_compile=kind == "xla")
-
-
-def same(found, expected):
-    """Whether tensors have the types and bits of arrays; dicts and lists of them, too."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            same(found[name], value)
-    elif isinstance(expected, (list, tuple)):
-        for one, other in zip(found, expected, strict=True):
-            same(one, other)
-    else:
-        one, other = np.asarray(found), np.asarray(expected)
-        assert one.dtype == other.dtype
-        assert one.shape == other.shape
-        assert one.tobytes() == other.tobytes()
 
 
 BUCKET = Bucket([LowRank([(12, 8), (5, 9)], [3, 2]), Rows([(20, 3)], [3]), Dense([(1, 9)])])
@@ -144,10 +129,10 @@ def test_steps_have_the_bits_of_numpy_where_no_product_is_rounded(kind):
         gradients = [exact_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
         ended, sums = in_numpy(state, none, gradients)
         found, totals = run(theirs, none, gradients)
-        same(totals, sums)
+        alike(totals, sums)
         for one, other in zip(found, ended, strict=True):
-            same(one["state"], other["state"])
-        same(found[1]["means"], found[0]["means"])
+            alike(one["state"], other["state"])
+        alike(found[1]["means"], found[0]["means"])
         state, theirs = ended[0]["state"], found[0]["state"]
 
 
@@ -158,7 +143,7 @@ def test_what_is_not_sent_is_in_the_memories(kind):
     for _ in range(3):
         gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
         found, _ = run(state, memories, gradients)
-        same(found[1]["means"], found[0]["means"])
+        alike(found[1]["means"], found[0]["means"])
         for at, mean in enumerate(found[0]["means"]):
             held = sum(memories[rank][at] + gradients[rank][at] for rank in range(RANKS))
             left = sum(found[rank]["memories"][at] for rank in range(RANKS))
@@ -185,13 +170,13 @@ def test_a_step_with_nan_or_a_damaged_sum_is_told_on_all_and_changes_nothing(kin
         damaged[what == "second sum"][9] += 1
         found, _ = run(state, memories, gradients, damaged)
     for rank, one in enumerate(found):
-        same(one["state"], state)
-        same(one["memories"], memories[rank])
+        alike(one["state"], state)
+        alike(one["memories"], memories[rank])
         assert one["numbers"].numpy()[:2].tolist() == ([1, 0] if what == "NaN" else [0, 1])
     # Of real gradients each library packs its own words; of equal sums it makes the same state.
     found, _ = run(found[0]["state"], [one["memories"] for one in found], gradients, sums)
     for one, other in zip(found, ended, strict=True):
-        same(one["state"], other["state"])
+        alike(one["state"], other["state"])
         assert one["numbers"].numpy()[:2].tolist() == [0, 0]
         np.testing.assert_allclose(one["numbers"], other["numbers"], rtol=1e-5)
 
@@ -230,7 +215,7 @@ def test_codes_of_values_are_those_of_numpy(values, kind):
         heads, scale, codes, saturated = encode_values(some, peaks, layout, None)
         return heads, codes, saturated, decode_values(codes, scale, layout)
 
-    same(compiled(run, kind)(tf.constant(some), tf.constant(peaks)), run(some, peaks))
+    alike(compiled(run, kind)(tf.constant(some), tf.constant(peaks)), run(some, peaks))
 
 
 @pytest.mark.parametrize("values", get_args(Values))
@@ -249,7 +234,7 @@ def test_payloads_of_a_graph_are_those_of_the_codec(values):
         words, state = run(tf.constant(vector), [tf.constant(part) for part in state])
         payload = codec.encode(vector, state=own)
         assert words.numpy().tobytes() == payload.to_bytes()
-        same(state, own)
+        alike(state, own)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,7 +257,7 @@ def test_orthonormal_rows_and_whole_numbers_are_those_of_numpy(kind):
         return rows(sums, instead), rows(sums), *shifted, arrays.rounded(floats + 0, 127)
 
     given = [sums, instead, whole, floats]
-    same(compiled(run, kind)(*tensors(given)), run(*given))
+    alike(compiled(run, kind)(*tensors(given)), run(*given))
 
 
 def test_a_table_is_in_each_graph_it_is_used_in_and_the_library_is_found_for_its_tensors():

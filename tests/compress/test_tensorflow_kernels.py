@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from samples import alike, for_each
 
 tf = pytest.importorskip("tensorflow")
 pytest.importorskip("horovod")  # the package needs it
@@ -27,23 +28,16 @@ def words_of(payload):
     return payload.buffer.view("<i4")
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"theta": 0.98}, {"theta": 0.0}, {"theta": 0.9, "values": "fp16"},
-        {"theta": 0.9, "block": 64, "bits": 12, "mantissa": 6, "positions": "bitmap"},
-        {"theta": 0.9, "window": 1.0, "half": True}, {"theta": 0.95, "values": "sign"},
-        {"theta": 0.95, "span": 64, "bits": 4, "mantissa": 1},
-        {"theta": 0.95, "span": 64, "values": "2bit"},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_payloads_memories_and_means_are_those_of_the_codec(settings):
-    for n in (1, 63, 8192 + 33):
-        assert_those_of_the_codec(FFTCodec(**settings), n)
-
-
-def assert_those_of_the_codec(codec, n):
+@for_each("n", (1, 63, 8192 + 33))
+@pytest.mark.parametrize("settings", [
+    {"theta": 0.98}, {"theta": 0.0}, {"theta": 0.9, "values": "fp16"},
+    {"theta": 0.9, "block": 64, "bits": 12, "mantissa": 6, "positions": "bitmap"},
+    {"theta": 0.9, "window": 1.0, "half": True}, {"theta": 0.95, "values": "sign"},
+    {"theta": 0.95, "span": 64, "bits": 4, "mantissa": 1},
+    {"theta": 0.95, "span": 64, "values": "2bit"},
+], ids=str)  # fmt: skip
+def test_payloads_memories_and_means_are_those_of_the_codec(settings, n):
+    codec = FFTCodec(**settings)
     assert kernels.serve(codec, [n])
     encode = graph(lambda values, memory: kernels.encode(codec, values, memory, decay=0.75))
     state = [codec.new_state(n) for _ in range(RANKS)]
@@ -57,8 +51,7 @@ def assert_those_of_the_codec(codec, n):
             payload, left, told = encode(tf.constant(values), before)
             made = codec.encode(values, state=own, decay=0.75)
             assert payload.numpy().tobytes() == made.to_bytes()
-            for one, other in zip(left, own, strict=True):
-                assert one.numpy().tobytes() == other.tobytes()
+            alike(left, own)
             assert told.numpy().tolist() == [made.energy, made.error, made.saturated]
             payloads.append(made)
         # Among others of a bucket.

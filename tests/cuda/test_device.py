@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from fake import FakeArray, FakeDevice, fake, tensor
+from samples import alike
 
 from sn_compress import ErrorFeedback, FFTCodec
 from sn_compress.codecs import _fft_cuda, batched
@@ -45,8 +46,7 @@ def test_payload_memory_and_mean_are_those_of_the_cpu(gpu, settings):
             sent = codec.encode(fake(values(n, seed)), state=device_state, decay=0.9)
             assert sent.to_bytes() == payloads[-1].to_bytes()
             device_payloads.append(sent)
-        for ours, theirs in zip(device_state, state, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+        alike(device_state, state)
         got, expected = codec.decode_mean(device_payloads), codec.decode_mean(payloads)
         np.testing.assert_array_equal(np.asarray(got), expected)
         _fft_cuda.raise_if_damaged()

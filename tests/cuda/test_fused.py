@@ -7,7 +7,7 @@ import oracle
 import pytest
 from fused_case import decode, encode, samples
 from host import ORDERS, Host, address
-from samples import exact_inverse, exact_transform
+from samples import alike, exact_inverse, exact_transform
 
 from sn_compress.errors import CompressError
 from sn_compress.ops import launch
@@ -45,12 +45,8 @@ def test_the_order_of_threads_does_not_matter(order):
         memory = np.zeros((len(samples(form)), form.bins * form.parts), np.float32)
         first = encode(Host("up"), form, values_in, memory)
         again = encode(Host(order), form, values_in, memory)
-        np.testing.assert_array_equal(again.words, first.words)
-        assert again.memory is not None
-        assert first.memory is not None
-        np.testing.assert_array_equal(again.memory.view(np.uint32), first.memory.view(np.uint32))
-        out = [decode(Host(o), form, first.words[None], values_in.size)[0] for o in ("up", order)]
-        np.testing.assert_array_equal(out[1].view(np.uint32), out[0].view(np.uint32))
+        alike((again.words, again.memory), (first.words, first.memory))
+        alike(*(decode(Host(o), form, first.words[None], values_in.size)[0] for o in ("up", order)))
 
 
 @pytest.mark.parametrize(("bits", "mantissa"), [(4, 0), (4, 3), (8, 7), (12, 5), (16, 9), (16, 15)])
