@@ -11,6 +11,7 @@ RANKS = Path(__file__).parent / "ranks"
 CASES = [
     "weights", "momentum", "buckets", "kinds", "consensus", "coded", "settles",
     "resume", "limit", "spread", "differ", "counted", "scaler", "ring", "grown", "unequal-momenta",
+    "copies",
 ]  # fmt: skip
 # Cases whose topologies or bounds depend on the number of ranks; of the others, three will do.
 OTHERS = [(2, "weights"), (2, "coded"), (2, "limit"), (4, "weights"), (4, "momentum"), (1, "ring")]

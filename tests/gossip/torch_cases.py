@@ -5,6 +5,7 @@ GossipOptimizer.
 """
 
 import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -262,6 +263,18 @@ def resume(world):
             assert torch.equal(flat(who), flat(whole)), settings
 
 
+def copies(world):
+    """Plain optimizers with the same state; copy.deepcopy's had no partners, pickle refused."""
+    model, optimizer = trained(world, steps=2)
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(other) is torch.optim.SGD
+        mine, others = optimizer.state.values(), other.state.values()
+        for one, two in zip(mine, others, strict=True):
+            assert torch.equal(one["momentum_buffer"], two["momentum_buffer"])
+        other.step()
+    run(world, model, optimizer, range(2, 4))
+
+
 def limit(world):
     """The spread is measured; above the limit all ranks take the mean, at the same step."""
     _, optimizer = trained(world, every=2)
@@ -406,5 +419,5 @@ CASES = {
     "buckets": buckets, "kinds": kinds, "consensus": consensus, "coded": coded, "settles": settles,
     "unequal-momenta": unequal_momenta,
     "resume": resume, "limit": limit, "spread": spread, "differ": differ, "counted": counted,
-    "scaler": scaler, "ring": ring, "grown": grown,
+    "scaler": scaler, "ring": ring, "grown": grown, "copies": copies,
 }  # fmt: skip

@@ -15,6 +15,7 @@ it would have been, whatever the optimizer makes of w in between.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
@@ -33,6 +34,8 @@ from .rules import Gossip
 __all__ = ["GossipOptimizer"]
 
 BUCKET_BYTES = 4 * 2**20
+
+_log = logging.getLogger(__name__)
 
 
 class _Gossiping:
@@ -71,6 +74,20 @@ class _Gossiping:
             gossip = self._sn.read(state_dict.get("gossip"))
             super().load_state_dict(state)  # type: ignore[misc]
         self._sn.take(gossip)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its partners know of no copy. Of its state only what torch's own optimizer has is copied.
+        plain = type(self).__bases__[1]
+        _log.warning(
+            "a copy of this %s is a plain one, which exchanges nothing with other ranks: wrap it "
+            "as well",
+            plain.__name__,
+        )
+        return _empty, (plain,), self.__getstate__()
+
+
+def _empty(cls: Any) -> Any:
+    return cls.__new__(cls)
 
 
 def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
