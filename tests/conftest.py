@@ -12,6 +12,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -201,6 +202,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             path = Path(nodeid.partition("::")[0])
             return "ranks" if OF_RANKS & set(path.parts) else path.as_posix()
 
+    if _is_limited(config):
+        # By itself xdist begins with the files of most tests: the same would always come late.
+        config.option.loadscopereorder = False
     return InTurn(config, log)
 
 
@@ -219,8 +223,37 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip GPU tests where what they need is missing."""
+def _is_limited(config: pytest.Config) -> bool:
+    return bool(config.getoption("--slow-for") < float("inf"))
+
+
+def in_turn(files: Sequence[Path], turn: int) -> dict[Path, tuple[bool, int]]:
+    """Keys that sort files: those of ranks first, both kinds from another one on in each turn.
+
+    One worker has all tests of ranks, and ends as late as the others together.
+    """
+    keys = {}
+    for of_ranks in (True, False):
+        kind = [file for file in files if bool(OF_RANKS & set(file.parts)) == of_ranks]
+        keys |= {file: (not of_ranks, (at - turn) % len(kind)) for at, file in enumerate(kind)}
+    return keys
+
+
+def _commit() -> int:
+    """A number of the commit that is tested; 0 where there is none."""
+    with suppress(OSError, ValueError):
+        shown = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        return int(shown.stdout[:8], 16)
+    return 0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip GPU tests where what they need is missing; let time run out elsewhere at each commit."""
+    if _is_limited(config):
+        keys = in_turn(list(dict.fromkeys(item.path for item in items)), _commit())
+        items.sort(key=lambda item: keys[item.path])
     for item in items:
         for mark in item.iter_markers("gpu"):
             missing = dict.fromkeys(MISSING[need]() for need in mark.args or ("torch",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -26,3 +27,10 @@ def test_slow_tests_that_come_late_are_skipped_and_said(seconds, ended, tmp_path
     )  # fmt: skip
     assert ended in done.stdout.splitlines()[-1]
     assert ("no slow test begins after 0 s" in done.stdout) == (seconds == "0")
+
+
+def test_each_commit_lets_others_come_late():
+    in_turn = runpy.run_path(str(ROOT / "tests" / "conftest.py"))["in_turn"]
+    files = [Path(f"tests/{name}.py") for name in ("memory/a", "ddp/b", "frame/c", "gossip/d")]
+    orders = [sorted(files, key=in_turn(files, turn).get) for turn in range(2)]
+    assert [[file.stem for file in order] for order in orders] == [list("bdac"), list("dbca")]
