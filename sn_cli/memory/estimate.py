@@ -139,7 +139,11 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
             f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
         }
         data |= {"device": found.device, "room_bytes": found.room_bytes, "seconds": found.seconds}
-        return Answer(str(found), data | {"notes": list(found.notes)}, yes=found.fits())
+        text = str(found)
+        if "batch" in named.sizes:
+            data["batch"] = batches[0]
+            text += f"\nThe batch is {batches[0]}; --batch asks for another."
+        return Answer(text, data | {"notes": list(found.notes)}, yes=found.fits())
     rim, dtypes = import_module("sn_memory.torch.fit"), import_module(_BY_NAME).DTYPES
     cast = dtypes["fp16" if options.dtype == "fp16" else "bf16"] if options.amp else None
 

@@ -480,9 +480,10 @@ def test_a_keras_model_fits_or_not(tmp_path, capsys):
         code, _, err = run(capsys, *model, "--device", "h100", *flag.split())
         assert (code, flag.split()[0] in err) == (2, True), flag
     sized = text.replace("made()", "made(batch)").replace("(2, 8)", "(batch, 8)")
-    model = ["memory", "estimate", model_of(tmp_path, sized), "--batch", "4..8"]
-    code, _, err = run(capsys, *model, "--device", "h100")
+    model = ["memory", "estimate", model_of(tmp_path, sized), "--device", "h100"]
+    code, _, err = run(capsys, *model, "--batch", "4..8")
     assert (code, "several sizes" in err) == (2, True)
+    assert "The batch is 1; --batch asks for another." in run(capsys, *model)[1]
 
 
 @pytest.mark.parametrize(
