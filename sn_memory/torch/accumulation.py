@@ -84,10 +84,11 @@ def _several(
     if need <= budget_bytes:
         return False
     room = budget_bytes - (need - step.plan.peak_bytes)
+    more = max(other.waiting_bytes[0] for other in waiting)
     warn(
         f"{sum(waiting.values()) + 1} forward passes of {plain_class(type(model)).__name__} come "
         f"before their backward passes: together they take up to {show_bytes(need)}, one more up "
-        f"to {show_bytes(step.waiting_bytes[0])} beyond that, and the budget is "
+        f"to {show_bytes(more)} beyond that, and the budget is "
         f"{show_bytes(budget_bytes)}. Call backward after each forward pass, or plan "
         "with a budget smaller by that, if it can be kept: sn_memory.torch.plan(model, sample, "
         f"{max(room, 0)})."
