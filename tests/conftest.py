@@ -199,8 +199,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            path = Path(nodeid.partition("::")[0])
-            return "ranks" if OF_RANKS & set(path.parts) else path.as_posix()
+            file = file_of(nodeid)
+            return "ranks" if starts_ranks(file) else file
 
     if _is_limited(config):
         # By itself xdist begins with the files of most tests: the same would always come late.
@@ -223,18 +223,28 @@ def pytest_collection() -> Generator[None, Any, Any]:
         gc.freeze()
 
 
+def file_of(nodeid: str) -> str:
+    """The file of a test, from the root."""
+    return nodeid.partition("::")[0]
+
+
+def starts_ranks(file: str) -> bool:
+    """Whether tests of a file start ranks."""
+    return bool(OF_RANKS & set(Path(file).parts))
+
+
 def _is_limited(config: pytest.Config) -> bool:
     return bool(config.getoption("--slow-for") < float("inf"))
 
 
-def in_turn(files: Sequence[Path], turn: int) -> dict[Path, tuple[bool, int]]:
+def in_turn(files: Sequence[str], turn: int) -> dict[str, tuple[bool, int]]:
     """Keys that sort files: those of ranks first, both kinds from another one on in each turn.
 
     One worker has all tests of ranks, and ends as late as the others together.
     """
     keys = {}
     for of_ranks in (True, False):
-        kind = [file for file in files if bool(OF_RANKS & set(file.parts)) == of_ranks]
+        kind = [file for file in files if starts_ranks(file) == of_ranks]
         keys |= {file: (not of_ranks, (at - turn) % len(kind)) for at, file in enumerate(kind)}
     return keys
 
@@ -252,8 +262,9 @@ def _commit() -> int:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip GPU tests where what they need is missing; let time run out elsewhere at each commit."""
     if _is_limited(config):
-        keys = in_turn(list(dict.fromkeys(item.path for item in items)), _commit())
-        items.sort(key=lambda item: keys[item.path])
+        files = dict.fromkeys(file_of(item.nodeid) for item in items)
+        keys = in_turn(list(files), _commit())
+        items.sort(key=lambda item: keys[file_of(item.nodeid)])
     for item in items:
         for mark in item.iter_markers("gpu"):
             missing = dict.fromkeys(MISSING[need]() for need in mark.args or ("torch",))

@@ -25,7 +25,7 @@ from ...plan.plan import Plan
 from ..errors import ReplayError
 from ..model.modes import casting, is_batched, transformed
 from ..model.signature import alike, tensors
-from ..model.snapshot import version_of
+from ..model.snapshot import memory_version
 from ..step import Call, Step
 from ..trace.record import Captured, View
 from ..trace.to_graph import STATE, GraphBinding, main_device, statistics
@@ -514,13 +514,9 @@ def _is_wanted(leaf: torch.Tensor) -> bool:
 
 
 def _versions(program: Program, memory: Memory) -> list[tuple[int, int]]:
-    """Versions of what a later pass reads, and where it lies, as `data =` changes no version."""
+    """Versions and memories of what a later pass reads."""
     held = [memory.held[storage] for storage in program.read_later]
-    return [
-        (version_of(tensor), tensor.untyped_storage()._cdata)
-        for tensor in held
-        if tensor is not None
-    ]
+    return [memory_version(tensor) for tensor in held if tensor is not None]
 
 
 def _as_planned(

@@ -295,6 +295,13 @@ def version_of(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def memory_version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the version of a tensor and the memory it has, as `data =` changes no version."""
+    # Sparse tensors have several memories, none of which is theirs to ask for.
+    strided = tensor.layout is torch.strided
+    return version_of(tensor), tensor.untyped_storage()._cdata if strided else 0
+
+
 def _holders(value: Any, seen: set[int], depth: int) -> Iterator[Any]:
     """Yield the mutable objects in a value, outermost first: lists, sets, mappings, objects."""
     if isinstance(value, OPAQUE) or id(value) in seen or depth == 0:

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from ..errors import ReplayError
 from ..model.guards import OF_TORCH
 from ..model.signature import tensors
-from ..model.snapshot import version_of
+from ..model.snapshot import memory_version
 from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import is_apart, rng_state, set_rng_state
 
@@ -28,8 +28,6 @@ _SLOTS = tuple(
     for name, value in torch.nn.Module().__dict__.items()
     if name in OF_TORCH and isinstance(value, dict)
 )
-# How often a tensor was changed in place, and which memory it has.
-_Version = tuple[int, int]
 # A forward that others put on the instance is theirs to take off.
 _IGNORED = OF_TORCH | {"forward"}
 
@@ -74,7 +72,9 @@ class RunState:
         ]
         # All other tensors must not be changed before the second run.
         copied = {id(buffer) for buffer in self.changed}
-        self._versions: list[tuple[torch.Tensor, weakref.ref[torch.Tensor], _Version, str]] = []
+        self._versions: list[
+            tuple[torch.Tensor, weakref.ref[torch.Tensor], tuple[int, int], str]
+        ] = []
         for held in self._held:
             for what, tensor in held.read():
                 if id(tensor) not in copied:
@@ -87,7 +87,7 @@ class RunState:
     def _expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
         """Raise in the second run if a tensor was changed, or given other memory, by then."""
         # Detached: that shares the version counter and holds the memory, but no graph.
-        self._versions.append((tensor.detach(), weakref.ref(tensor), _version(tensor), what))
+        self._versions.append((tensor.detach(), weakref.ref(tensor), memory_version(tensor), what))
 
     def end(self) -> None:
         """End the first run: drop generators and buffers that it did not use, and what it set."""
@@ -114,7 +114,7 @@ class RunState:
     def __enter__(self) -> None:
         for shared, own, version, what in self._versions:
             tensor = own()
-            now = _version(shared if tensor is None else tensor)
+            now = memory_version(shared if tensor is None else tensor)
             if now[0] != version[0]:
                 raise ReplayError(
                     f"{what}, which runs again in the backward pass, was changed after its forward "
@@ -148,12 +148,6 @@ class RunState:
 
     def __exit__(self, *_: object) -> None:
         self._undo.pop().close()
-
-
-def _version(tensor: torch.Tensor) -> _Version:
-    # Sparse tensors have several memories, none of which is theirs to ask for.
-    strided = tensor.layout is torch.strided
-    return version_of(tensor), tensor.untyped_storage()._cdata if strided else 0
 
 
 def _set_cache(enabled: int, weights: Any) -> None:

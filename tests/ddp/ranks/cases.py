@@ -6,9 +6,9 @@ A program is a list CASES of functions; `several.py` runs them.
 import contextlib
 import copy
 import datetime
-import logging
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import CastCompression, CompressError, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
+
+sys.path.append(str(Path(__file__).parents[2]))
+import messages
+from messages import logged as logged
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 LAST = RANK == RANKS - 1
@@ -130,26 +134,7 @@ def mean(tensor):
 
 
 def message_of(call, kinds=(CompressError, RuntimeError)):
-    try:
-        call()
-    except kinds as error:
-        return str(error)
-    raise AssertionError("an error was to be raised")
-
-
-@contextlib.contextmanager
-def logged(name="sn_compress", level=logging.WARNING):
-    """What a logger of the package says meanwhile."""
-    said, handler, logger = [], logging.Handler(), logging.getLogger(name)
-    handler.emit = lambda record: said.append(record.getMessage())
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        yield said
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
+    return messages.message_of(call, kinds)
 
 
 def said_by_all(call):

@@ -1,13 +1,17 @@
 """What scripts of ranks share, in torch and TensorFlow."""
 
 import gc
-import logging
 import os
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
-from sn_compress import CompressError
 from sn_compress.prediction.cost import step as step_of_model
+
+sys.path.append(str(Path(__file__).parents[2]))
+from messages import logged as logged
+from messages import message_of as message_of
 
 
 class Clock:
@@ -35,15 +39,6 @@ def settle():
     gc.freeze()
 
 
-def message_of(call, kinds=CompressError):
-    """What it raises says."""
-    try:
-        call()
-    except kinds as error:
-        return str(error)
-    raise AssertionError("an error was to be raised")
-
-
 @contextmanager
 def on_nodes_of(size, rank):
     """As many ranks of each node as this, the last one as many as are left."""
@@ -53,18 +48,3 @@ def on_nodes_of(size, rank):
         yield
     finally:
         os.environ["HOROVOD_HOSTNAME"] = before
-
-
-@contextmanager
-def logged(name="sn_compress", level=logging.WARNING):
-    """What a logger of the package says meanwhile."""
-    said, handler, logger = [], logging.Handler(), logging.getLogger(name)
-    handler.emit = lambda record: said.append(record.getMessage())
-    before = logger.level
-    logger.addHandler(handler)
-    logger.setLevel(level)
-    try:
-        yield said
-    finally:
-        logger.setLevel(before)
-        logger.removeHandler(handler)
