@@ -130,8 +130,7 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 
 MAX_FINITE = 0x7F7FFFFF
-FIXED_BITS = 22  # of a magnitude in fixed point, below 2**24: sums of 2**39 of them fit int64
-_SIGN = 2**31 - 1  # all bits of a float32 but its sign
+MAGNITUDE = 2**31 - 1  # all bits of a float32 but its sign
 _ZERO = Constant(np.zeros((), np.int64))
 
 
@@ -140,7 +139,7 @@ def peak_bits(coefficients: Array) -> Array:
 
     Above MAX_FINITE if the row has a NaN or an Inf: float bits without sign order like integers.
     """
-    return namespace(coefficients).max(bits_of(coefficients) & _SIGN, axis=1)
+    return namespace(coefficients).max(bits_of(coefficients) & MAGNITUDE, axis=1)
 
 
 def check_format(bits: int, mantissa: int) -> None:
@@ -199,7 +198,7 @@ def encode_window(values: Array, base: Array, bits: int, mantissa: int) -> tuple
     xp, step = namespace(values), 23 - mantissa
     words = xp.astype(bits_of(values), xp.int64)
     negative = xp.astype(words < 0, xp.int64)
-    magnitude = words & _SIGN
+    magnitude = words & MAGNITUDE
     half = 2 ** (bits - 1)
     end = base + half - 1
     rung = rungs(magnitude, mantissa)
@@ -225,7 +224,7 @@ def decode_window(codes: Array, base: Array, bits: int, mantissa: int) -> Array:
 def signed(magnitudes: Array, negative: Array) -> Array:
     """The float32 of these bits and signs, int64."""
     # A damaged head may ask for more than 31 bits.
-    bits = (magnitudes & _SIGN) - negative * 2**31
+    bits = (magnitudes & MAGNITUDE) - negative * 2**31
     return floats_of(namespace(bits).astype(bits, namespace(bits).int32))
 
 

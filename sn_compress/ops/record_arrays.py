@@ -27,11 +27,11 @@ from ..arrays import top as largest_of_rows
 from . import bits as bit_fields
 from . import quantize
 from .bits import Fields, counted, low_bits, upper_bits
-from .quantize import FIXED_BITS, MAX_FINITE, NON_FINITE, Layout
+from .quantize import MAGNITUDE, MAX_FINITE, NON_FINITE, Layout
 
 _ZERO = Constant(np.zeros((), np.float32))
-_SIGN = 2**31 - 1
-_UNIT = 127 + FIXED_BITS  # a fixed-point magnitude of exponent e counts in 2**(e - _UNIT)
+_FIXED_BITS = 22  # of a magnitude in fixed point, below 2**24: sums of 2**39 of them fit int64
+_UNIT = 127 + _FIXED_BITS  # a fixed-point magnitude of exponent e counts in 2**(e - _UNIT)
 _SUBNORMAL = 24  # magnitudes of lower exponents may be below the least normal float32
 # From an exponent of float32 to one of half precision, in codes of the latter.
 _HALF_BIAS = 112 << 10
@@ -266,7 +266,7 @@ def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
     if kept == bins:
         return xp.broadcast_to(count[None, :], (rows, bins))
     if layout.parts == 1:
-        order = bits_of(coefficients) & _SIGN
+        order = bits_of(coefficients) & MAGNITUDE
     else:
         order = bits_of(_squares(coefficients, peaks, layout))
     # Magnitude above, position below and reversed: no two keys are equal, so all libraries' top-k
@@ -356,7 +356,7 @@ def _halves(values: Array, peaks: Array) -> tuple[Array, Array]:
     heads = shifted(xp.astype(peaks, xp.int64), 23)[:, None] * 2**7
     scaled = values * _half_scale(heads)
     words = xp.astype(bits_of(scaled), xp.int64)
-    size = words & _SIGN
+    size = words & MAGNITUDE
     normal = shifted(size + 0xFFF + (shifted(size, 13) & 1), 13) - _HALF_BIAS
     is_small = size < _LEAST_HALF
     steps = xp.where(is_small, xp.abs(scaled), xp.zeros_like(scaled)) * 2.0**24  # exact
@@ -387,7 +387,7 @@ def _fixed(values: Array, exponent: Array) -> Array:
     """Magnitudes in fixed point, [rows, m] int64, truncated, below 2**24."""
     xp = namespace(values)
     scaled = values * floats_of((254 - exponent) * 2**23)[:, None]
-    return xp.astype(xp.abs(scaled) * 2.0**FIXED_BITS, xp.int64)
+    return xp.astype(xp.abs(scaled) * 2.0**_FIXED_BITS, xp.int64)
 
 
 def _one_level(values: Array, peaks: Array) -> tuple[Array, Array]:
