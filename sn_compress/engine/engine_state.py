@@ -67,6 +67,12 @@ def load_state_dict(
         _load(engine, states, changes(states[0]))
 
 
+def start_empty(engine: Engine) -> None:
+    """Forget what was remembered and how far it has come, as before the first step."""
+    new = Engine(engine.settings, 1, stock="", tuner=None)
+    load_state_dict(engine, state_dict(new, ranks=1, rank=0), ranks=1, rank=0)
+
+
 def synchronize(
     engine: Engine,
     *,

@@ -402,6 +402,11 @@ class CompressionState:
         else:
             self._loaded = states
 
+    def start_empty(self) -> None:
+        """Forget all memories, and begin schedules anew; on all ranks."""
+        self._loaded = []
+        engine_state.start_empty(self.engine)
+
     def _load(
         self, state: dict[str, Any] | Sequence[dict[str, Any]], *, mean: bool = False
     ) -> None:

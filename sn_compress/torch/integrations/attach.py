@@ -92,8 +92,7 @@ def start_empty(state: CompressionState, what: str) -> None:
 
     It may be that of later steps, where a run goes back.
     """
-    state.engine.exchange.restart({})
-    state.engine.forget_step()
+    state.start_empty()
     warnings.warn(
         f"{what}: no memory of compressed gradients, which starts empty. This is expected if the "
         "checkpoint was saved without compression.",

@@ -355,9 +355,7 @@ def _restarted() -> None:
         if memory.is_kept:
             continue
         # New ranks have nothing of what ranks share, and those that stay may be at different steps.
-        new = OptimizerState(memory.settings).engine
-        empty = engine_state.state_dict(new, ranks=1, rank=0)
-        engine_state.load_state_dict(memory.engine, empty, ranks=1, rank=0)
+        engine_state.start_empty(memory.engine)
         memory.loaded = []
         if hvd.rank() == 0:
             _log.warning(
