@@ -17,13 +17,13 @@ _PREFIX = re.compile(r"^\[\d+\]<(stdout|stderr)>:")  # horovodrun's, before each
 def find_horovodrun():
     """Return the horovodrun of this Python, else the one on PATH."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which("horovodrun", path=places)
-    if not found:
+    horovodrun = shutil.which("horovodrun", path=places)
+    if not horovodrun:
         raise SystemExit(
             f"horovodrun is neither beside {sys.executable} nor on PATH. `make setup` builds"
             " Horovod into .venv; scripts/build_horovod.py builds it for the Python that runs it."
         )
-    return found
+    return horovodrun
 
 
 def train(*flags, ranks=2, title=""):
@@ -36,8 +36,8 @@ def train(*flags, ranks=2, title=""):
         if code or not history.exists():
             # Its traceback is about itself; which rank ended how is what a reader needs.
             ended = [line for line in own_lines if line.startswith("Process ")]
-            said = "\n".join(ended or own_lines[-12:])
-            raise SystemExit(f"{said}\n{' '.join(command)}\nended with status {code}; see above")
+            message = "\n".join(ended or own_lines[-12:])
+            raise SystemExit(f"{message}\n{' '.join(command)}\nended with status {code}; see above")
         return json.loads(history.read_text())
 
 

@@ -102,7 +102,7 @@ for epoch in range(args.epochs):
                 peak = planned.sn_memory.plan.peak_bytes  # <- sn
                 print(f"step {event.step}: {widths}; at most {peak / 1e6:.1f} MB a step")
     if hvd.rank() == 0:
-        found = 100 * np.mean(model.predict(test_x, 500, verbose=0).argmax(1) == test_y)
+        accuracy = 100 * np.mean(model.predict(test_x, 500, verbose=0).argmax(1) == test_y)
         sent = LowRankCompression.report(optimizer)["payload_bytes"]  # <- sn
-        print(f"epoch {epoch + 1}: {found:.2f} %, {model.count_params():,} parameters, "
+        print(f"epoch {epoch + 1}: {accuracy:.2f} %, {model.count_params():,} parameters, "
               f"{sent / 1e3:.0f} kB sent a step")  # fmt: skip

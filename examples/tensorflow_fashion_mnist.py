@@ -68,7 +68,7 @@ model = keras.Sequential(
         keras.layers.Dense(10),
     ]
 )
-weights = [it.value for it in model.trainable_variables]
+weights = [variable.value for variable in model.trainable_variables]
 optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
 optimizer.build(model.trainable_variables)
 fft = FFTCompression.using(theta=args.theta)  # <- sn

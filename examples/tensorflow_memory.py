@@ -58,21 +58,21 @@ def main():
     args = parser.parse_args()
 
     images, _ = next(iter(batches(1, args.batch)))
-    found = sn_memory.tensorflow.estimate(network(), images, optimizer="sgd")
-    print(f"{found}\nlargest batch in 1 GiB: {found.largest_batch('1GiB')}\n")
+    estimate = sn_memory.tensorflow.estimate(network(), images, optimizer="sgd")
+    print(f"{estimate}\nlargest batch in 1 GiB: {estimate.largest_batch('1GiB')}\n")
 
     planned = sn_memory.tensorflow.plan(network(), images, args.budget, time_limit_s=10)
     print(f"{sn_memory.tensorflow.verify(planned, images)}\n")
 
     plain_losses, plain_s = train(network(), args.steps, args.batch)
     losses, planned_s = train(planned, args.steps, args.batch)
-    apart = max(abs(one / other - 1) for one, other in zip(losses, plain_losses, strict=True))
-    assert apart < 1e-3
+    difference = max(abs(one / other - 1) for one, other in zip(losses, plain_losses, strict=True))
+    assert difference < 1e-3
     plan = planned.sn_memory.plan
     before, after = show_bytes(plan.baseline_peak_bytes), show_bytes(plan.peak_bytes)
     print(
         f"2 epochs of {args.steps} steps, loss {losses[0]:.3f} -> {losses[-1]:.3f}, "
-        f"{apart:.1e} apart\npeak {before} -> {after}, "
+        f"{difference:.1e} apart\npeak {before} -> {after}, "
         f"{plain_s:.1f} s -> {planned_s:.1f} s, tracing included"
     )
 

@@ -53,8 +53,8 @@ def train(model, steps, batch, optimizer):
 
 def line(small_s, large_s, small, large):
     """Seconds of a step as (constant, per sample) through two measured batches."""
-    each = max((large_s - small_s) / (large - small), 1e-9)
-    return max(small_s - each * small, 0.0), each
+    per_sample = max((large_s - small_s) / (large - small), 1e-9)
+    return max(small_s - per_sample * small, 0.0), per_sample
 
 
 def main():
@@ -86,7 +86,7 @@ def main():
 
     fixed = 3 * 4 * sum(p.numel() for p in start.parameters())  # with gradients and momentum
     budget = fixed + saved.plain_bytes + 12 * 16 * 28 * 28 * args.batch
-    found = suggest_batch(
+    best = suggest_batch(
         budget,
         fixed_bytes=fixed,
         sample_bytes=saved.plain_bytes / args.batch,
@@ -99,8 +99,8 @@ def main():
         },
     )  # fmt: skip
     print(
-        f"in {show_bytes(budget)}: batch {found.plain_batch} plain, {found.batch} compressed; "
-        f"{found.plain_samples_per_s:.0f} and {found.samples_per_s:.0f} images a second expected"
+        f"in {show_bytes(budget)}: batch {best.plain_batch} plain, {best.batch} compressed; "
+        f"{best.plain_samples_per_s:.0f} and {best.samples_per_s:.0f} images a second expected"
     )
 
 

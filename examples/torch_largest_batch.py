@@ -54,18 +54,18 @@ def main():
     with torch.device("meta"):
         sketch = network()
     plain = sn_memory.torch.estimate(sketch, sample(1)).largest_batch(args.memory)
-    batch = largest(lambda it: planned(sketch, sample(it), args.memory) is not None, plain)
+    batch = largest(lambda size: planned(sketch, sample(size), args.memory) is not None, plain)
 
     torch.manual_seed(0)
     model, images = network(), torch.randn(batch, 3, 32, 32)
     step = planned(model, images, args.memory)
-    found = sn_memory.torch.verify(step, images)
-    assert found.equal
+    result = sn_memory.torch.verify(step, images)
+    assert result.equal
     print(
         f"in {args.memory}: {plain} images plainly, {batch} with a plan, "
         f"{batch / plain:.1f} times as many\n"
-        f"that step held {show_bytes(found.measured_peak_bytes)}; without the plan "
-        f"{show_bytes(found.unplanned_peak_bytes)}; gradients are the same to the bit"
+        f"that step held {show_bytes(result.measured_peak_bytes)}; without the plan "
+        f"{show_bytes(result.unplanned_peak_bytes)}; gradients are the same to the bit"
     )
 
 

@@ -79,8 +79,8 @@ def main():
 
     model = WithLoss(network())
     sample = next(batches(1, args.batch))
-    found = sn_memory.torch.estimate(model, sample, optimizer=torch.optim.SGD)
-    print(f"{found}\nlargest batch in 1 GiB: {found.largest_batch('1GiB')}\n")
+    estimate = sn_memory.torch.estimate(model, sample, optimizer=torch.optim.SGD)
+    print(f"{estimate}\nlargest batch in 1 GiB: {estimate.largest_batch('1GiB')}\n")
 
     planned = sn_memory.torch.plan(copy.deepcopy(model), sample, args.budget)
     print(f"{sn_memory.torch.verify(planned, sample)}\n")

@@ -87,6 +87,6 @@ for epoch in range(args.epochs):
     model.train()
     if hvd.rank() == 0:
         sent = LowRankCompression.report(opt)["payload_bytes"]  # <- sn
-        found = 100 * (answers == test_y).double().mean().item()
-        print(f"epoch {epoch + 1}: {found:.2f} %, {sum(p.numel() for p in model.parameters()):,} "
+        right = 100 * (answers == test_y).double().mean().item()
+        print(f"epoch {epoch + 1}: {right:.2f} %, {sum(p.numel() for p in model.parameters()):,} "
               f"parameters, {sent / 1e3:.0f} kB sent a step")  # fmt: skip

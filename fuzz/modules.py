@@ -147,7 +147,7 @@ def chunks(x, h):
 
 @call
 def unbound(x, h):
-    return torch.stack([it * (at + 1) for at, it in enumerate(h.unbind(1))], 1)
+    return torch.stack([part * (at + 1) for at, part in enumerate(h.unbind(1))], 1)
 
 
 @call
@@ -254,7 +254,7 @@ def by_chance(x, h):
 
 @call
 def checkpointed(x, h):
-    return x + checkpoint(lambda it: F.gelu(it) * it, h, use_reentrant=False)
+    return x + checkpoint(lambda value: F.gelu(value) * value, h, use_reentrant=False)
 
 
 @call
@@ -519,7 +519,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
     if isinstance(outputs, dict):
         outputs = outputs["out"]
     if isinstance(outputs, tuple):
-        return sum(it.square().mean() for it in outputs)
+        return sum(output.square().mean() for output in outputs)
     return outputs if not outputs.dim() else outputs.square().mean()
 
 
@@ -527,12 +527,12 @@ def fewest_layers(program: Any, fails: Callable[[Any], bool]) -> Any:
     """Leave out the layers of a drawn program, a dataclass, without which it still fails."""
     at = 0
     while at < len(program.layers) and len(program.layers) > 1:
-        kept = [it for it in range(len(program.layers)) if it != at]
+        kept = [place for place in range(len(program.layers)) if place != at]
         less = replace(
             program,
-            layers=tuple(program.layers[it] for it in kept),
-            numbers=tuple(program.numbers[it] for it in kept),
-            frozen=tuple(kept.index(it) for it in program.frozen if it != at),
+            layers=tuple(program.layers[place] for place in kept),
+            numbers=tuple(program.numbers[place] for place in kept),
+            frozen=tuple(kept.index(place) for place in program.frozen if place != at),
         )
         if fails(less):
             program = less

@@ -30,7 +30,7 @@ def damaged_text(rng: np.random.Generator, text: str) -> bytes:
     """Return the text with one to three bytes, pieces or tokens changed."""
     data = bytearray(text.encode())
     for _ in range(int(rng.integers(1, 4))):
-        at, end = sorted(int(it) for it in rng.integers(0, len(data) + 1, 2))
+        at, end = sorted(int(place) for place in rng.integers(0, len(data) + 1, 2))
         end = min(end, at + int(rng.integers(1, 40)))
         kind = rng.integers(6)
         if kind == 0 and at < len(data):
@@ -52,15 +52,15 @@ def damaged_text(rng: np.random.Generator, text: str) -> bytes:
 
 def places(data: Any) -> list[tuple[Any, Any]]:
     """Return (container, key) of every value in a JSON structure."""
-    found, left = [], [data]
+    places, left = [], [data]
     while left:
         here = left.pop()
         keys = list(here) if isinstance(here, dict) else range(len(here))
         for key in keys:
-            found.append((here, key))
+            places.append((here, key))
             if isinstance(here[key], dict | list):
                 left.append(here[key])
-    return found
+    return places
 
 
 def damaged_json(rng: np.random.Generator, text: str) -> str:

@@ -45,19 +45,21 @@ def judge(graph: Graph, plan: Plan) -> bool:
 
 def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
     """Return peak and seconds; raises Wrong."""
-    records = {it.name: it for it in graph.storages}
+    records = {storage.name: storage for storage in graph.storages}
     true_name = {**{name: name for name in records}, **graph.aliases}
-    size = {name: rounded(it.bytes, graph.allocator) for name, it in records.items()}
+    size = {name: rounded(storage.bytes, graph.allocator) for name, storage in records.items()}
     number = {op.name: at for at, op in enumerate(graph.ops)}
     device = graph.device
     # Per op: what it needs in which version.
     written = dict.fromkeys(records, 0)
     needs: list[dict[str, int]] = []
     for op in graph.ops:
-        needs.append({true_name[it]: written[true_name[it]] for it in (*op.inputs, *op.writes)})
-        for name in {true_name[it] for it in op.writes}:
+        needs.append(
+            {true_name[name]: written[true_name[name]] for name in (*op.inputs, *op.writes)}
+        )
+        for name in {true_name[name] for name in op.writes}:
             written[name] += 1
-    here = {name: 0 for name, it in records.items() if it.resident}
+    here = {name: 0 for name, storage in records.items() if storage.resident}
     readable: dict[str, float] = {}
     host: dict[str, tuple[int, float]] = {}
     copying: dict[str, float] = {}
@@ -70,36 +72,36 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
             ensure(target in number)
             at = number[target]
             op = graph.ops[at]
-            made = [true_name[it] for it in op.outputs]
+            outputs = [true_name[name] for name in op.outputs]
             times = graph.arrays.seconds[at]
             ensure(way < len(times))
             ensure(all(here.get(name) == version for name, version in needs[at].items()))
-            changed = {true_name[it] for it in op.writes}
+            changed = {true_name[name] for name in op.writes}
             ensure(not changed & host.keys())
             if at in order:
                 ensure(not (op.effect or op.collective or op.once))
                 ensure(not op.random or op.replayable)
             else:
-                freed = {true_name[it] for it in op.releases}
-                ensure(freed <= here.keys() | set(made))
+                freed = {true_name[name] for name in op.releases}
+                ensure(freed <= here.keys() | set(outputs))
                 order.append(at)
             begin = max([ops_free, *(readable.get(name, 0.0) for name in needs[at])])
-            double = [it for it in made if it in here or it in host]
-            here.update({name: 0 for name in made if name not in double})
+            double = [name for name in outputs if name in here or name in host]
+            here.update({name: 0 for name in outputs if name not in double})
             space = rounded(op.workspaces[way].bytes, graph.allocator) if op.workspaces else 0
-            held = sum(size[it] for it in here)
-            peak = max(peak, held + sum(size[it] for it in double) + space)
+            held = sum(size[name] for name in here)
+            peak = max(peak, held + sum(size[name] for name in double) + space)
             for name in changed:
                 here[name] += 1
             ops_free = begin + times[way]
-            for name in (*made, *changed):
+            for name in (*outputs, *changed):
                 if name in here:
                     readable[name] = max(readable.get(name, 0.0), ops_free)
             continue
         ensure(target in true_name)
         name = true_name[target]
         ensure(not records[name].resident)
-        held = sum(size[it] for it in here)
+        held = sum(size[name] for name in here)
         if kind == "free":
             ensure(name in here)
             del here[name]
@@ -110,7 +112,7 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
             down_free = begin + device.transfer_latency_s + size[name] / device.to_host_bytes_per_s
             host[name], copying[name] = (here[name], down_free), down_free
             if device.pinned_bytes is not None:
-                ensure(sum(size[it] for it in host) <= device.pinned_bytes)
+                ensure(sum(size[name] for name in host) <= device.pinned_bytes)
         else:
             ensure(kind == "prefetch" and name in host and name not in here)
             here[name], copied = host.pop(name)

@@ -37,14 +37,14 @@ def _damages() -> Any:
 @cache
 def _targets() -> tuple[list[Any], list[bytes]]:
     damages = _damages()
-    found = damages.targets([*damages.codecs(), *damages.rivals()], np.random.default_rng(0))
-    return found, [data for _, _, seeds in found for data in seeds]
+    targets = damages.targets([*damages.codecs(), *damages.rivals()], np.random.default_rng(0))
+    return targets, [data for _, _, seeds in targets for data in seeds]
 
 
 def _case(seed: int, sealed: float) -> tuple[Any, list[Any], list[bytes], bytes]:
     rng = np.random.default_rng((seed, int(sealed)))
-    found, every = _targets()
-    codec, payloads, seeds = found[seed % len(found)]
+    targets, every = _targets()
+    codec, payloads, seeds = targets[seed % len(targets)]
     if not sealed:  # version 1 has a sum, which is known to miss whole classes of damage
         seeds, every = ([d for d in some if d[2] != 1] for some in (seeds, every))
     data = _damages().damage(rng, every if rng.random() < 0.15 else seeds, sealed=sealed)

@@ -40,7 +40,7 @@ def traces(seed: int) -> str:
     counts = {name: int(times) for times, name in lines}
     assert counts["traces"] == TRACES
     seen = ("hits", "misses", "repeated", "freed twice", "foreign", "no memory", "wrong places")
-    missing = [it for it in seen if not counts.get(it)]
+    missing = [name for name in seen if not counts.get(name)]
     assert not missing, missing
     return "a thousand traces"
 

@@ -32,31 +32,29 @@ BASES = 48
 
 
 @cache
-def graph(number: int) -> Graph:
+def base_graph(number: int) -> Graph:
     """One of the sound graphs: random ones with everything the format can say, and chains."""
     if number % 4 == 0:
-        made = training_chain(2 + number // 8, seed=number)
-    else:
-        made = random_graph(number, most_ops=14, plain=number % 4 == 1)
-    return made
+        return training_chain(2 + number // 8, seed=number)
+    return random_graph(number, most_ops=14, plain=number % 4 == 1)
 
 
 @cache
 def plan_text(number: int, planner: str) -> str:
     """A sound plan of a graph, as text."""
-    made = graph(number)
-    budget = (peak(made).bytes * 4 + made.base_bytes) // 5
+    graph = base_graph(number)
+    budget = (peak(graph).bytes * 4 + graph.base_bytes) // 5
     if planner == "auto":
         with contextlib.suppress(BudgetError):
-            return plan_graph(made, budget, time_limit_s=0.1).to_json()
+            return plan_graph(graph, budget, time_limit_s=0.1).to_json()
         planner = "superneurons"
-    return policy(planner)(made, budget_bytes=budget).to_json()
+    return policy(planner)(graph, budget_bytes=budget).to_json()
 
 
 def graphs(seed: int) -> str:
     """Read a damaged graph; one that is read is carried out as it stands."""
     rng = np.random.default_rng(seed)
-    text = graph(seed % BASES).to_json()
+    text = base_graph(seed % BASES).to_json()
     if seed % 3:
         mutant = damaged_json(rng, text)
     else:
@@ -64,25 +62,25 @@ def graphs(seed: int) -> str:
     if not mutant.lstrip().startswith("{"):
         return "no brace"
     try:
-        made = Graph.from_json(mutant)
+        graph = Graph.from_json(mutant)
     except GraphError:
         return "GraphError"
-    assert Graph.from_json(made.to_json()) == made
-    assert sum(made.arrays.bytes.tolist()) < 2**62
-    plan = policy("liveness")(made, budget_bytes=None)
-    assert check_plan(made, plan).peak_bytes == plan.peak_bytes
-    assert judge(made, plan)
+    assert Graph.from_json(graph.to_json()) == graph
+    assert sum(graph.arrays.bytes.tolist()) < 2**62
+    plan = policy("liveness")(graph, budget_bytes=None)
+    assert check_plan(graph, plan).peak_bytes == plan.peak_bytes
+    assert judge(graph, plan)
     return "read"
 
 
-def damaged_actions(rng: np.random.Generator, text: str, made: Graph) -> str:
+def damaged_actions(rng: np.random.Generator, text: str, graph: Graph) -> str:
     """Return a plan with actions changed so that they still look like actions."""
     data = json.loads(text)
     actions = data["actions"]
     for _ in range(int(rng.integers(1, 3))):
         if not actions:
             break
-        at, to = (int(it) for it in rng.integers(len(actions), size=2))
+        at, to = (int(place) for place in rng.integers(len(actions), size=2))
         kind = rng.integers(6)
         if kind == 0:
             del actions[at]
@@ -93,20 +91,20 @@ def damaged_actions(rng: np.random.Generator, text: str, made: Graph) -> str:
         elif kind == 3 and at:
             actions[at], actions[at - 1] = actions[at - 1], actions[at]
         elif kind == 4:
-            records = made.ops if actions[at][0] == "run" else made.storages
+            records = graph.ops if actions[at][0] == "run" else graph.storages
             actions[at][1] = pick(rng, records).name if records else "x"
         else:
             kind = pick(rng, ("free", "offload", "prefetch"))
-            actions.insert(at, [kind, pick(rng, made.storages).name])
+            actions.insert(at, [kind, pick(rng, graph.storages).name])
     return json.dumps(data)
 
 
-def predicted(made: Graph, plan: Plan) -> Plan:
+def predicted(graph: Graph, plan: Plan) -> Plan:
     """Return the plan with the peak and seconds that its actions have, where they can be run."""
     from sn_memory.check import carry_out
 
     with contextlib.suppress(PlanError):
-        replay = carry_out(made, plan)
+        replay = carry_out(graph, plan)
         return replace(plan, peak_bytes=replay.peak_bytes, seconds=replay.seconds)
     return plan
 
@@ -114,12 +112,12 @@ def predicted(made: Graph, plan: Plan) -> Plan:
 def mutants(seed: int) -> str:
     """Read and check a damaged plan; checker and oracle agree."""
     rng = np.random.default_rng(seed)
-    made = graph(seed % BASES)
+    graph = base_graph(seed % BASES)
     text = plan_text(seed % BASES, pick(rng, ("auto", *names())))
     if seed % 5 == 0:
         mutant = damaged_text(rng, text).decode(errors="surrogateescape")
     else:
-        mutant = damaged_json(rng, text) if seed % 5 == 1 else damaged_actions(rng, text, made)
+        mutant = damaged_json(rng, text) if seed % 5 == 1 else damaged_actions(rng, text, graph)
     if not mutant.lstrip().startswith("{"):
         return "no brace"
     try:
@@ -128,13 +126,13 @@ def mutants(seed: int) -> str:
         return "PlanError, reading"
     if seed % 5 > 2:
         # So that not all fail by what they predict.
-        plan = predicted(made, plan)
+        plan = predicted(graph, plan)
     try:
-        check_plan(made, plan)
+        check_plan(graph, plan)
     except PlanError:
-        assert not judge(made, plan)
+        assert not judge(graph, plan)
         return "PlanError, checking"
-    assert judge(made, plan)
+    assert judge(graph, plan)
     return "accepted"
 
 
@@ -142,29 +140,29 @@ def planned(seed: int) -> str:
     """Plan what is left of a damaged graph."""
     rng = np.random.default_rng(seed)
     try:
-        made = Graph.from_json(damaged_json(rng, graph(seed % BASES).to_json()))
+        graph = Graph.from_json(damaged_json(rng, base_graph(seed % BASES).to_json()))
     except GraphError:
         return "GraphError"
-    budget = made.base_bytes + int((peak(made).bytes - made.base_bytes) * rng.uniform(0.4, 1.1))
+    budget = graph.base_bytes + int((peak(graph).bytes - graph.base_bytes) * rng.uniform(0.4, 1.1))
     techniques = pick(rng, (("keep",), ("keep", "recompute"), ("keep", "recompute", "offload")))
     chosen = pick(rng, ("auto", "auto", "auto", *names()))
     try:
-        plan = plan_graph(made, budget, planner=chosen, techniques=techniques, time_limit_s=0.2)
+        plan = plan_graph(graph, budget, planner=chosen, techniques=techniques, time_limit_s=0.2)
     except BudgetError as error:
         assert error.peak_bytes > budget
         return "BudgetError"
-    assert check_plan(made, plan).peak_bytes <= budget
-    assert judge(made, plan)
+    assert check_plan(graph, plan).peak_bytes <= budget
+    assert judge(graph, plan)
     return "planned"
 
 
 def commands(seed: int) -> str:
     """Give the command line damaged files and odd arguments."""
     rng = np.random.default_rng(seed)
-    made = graph(seed % BASES)
+    graph = base_graph(seed % BASES)
     with tempfile.TemporaryDirectory() as folder:
         graph_file, plan_file = Path(folder, "graph.json"), Path(folder, "plan.json")
-        texts = [made.to_json(), plan_text(seed % BASES, pick(rng, names()))]
+        texts = [graph.to_json(), plan_text(seed % BASES, pick(rng, names()))]
         for file, text in zip((graph_file, plan_file), texts, strict=True):
             file.write_bytes(damaged_text(rng, text) if rng.random() < 0.3 else text.encode())
         budget = pick(rng, ("60%", "1e9", "-5", "9" * 400, "", "0", "1 GiB", "nan", "²", "\ud800"))
@@ -180,13 +178,13 @@ def commands(seed: int) -> str:
                 ["pack", str(graph_file), "--capacity", budget],
             ),
         )
-        said, wrong = io.StringIO(), io.TextIOWrapper(io.BytesIO(), errors="backslashreplace")
-        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(wrong):
+        output, wrong = io.StringIO(), io.TextIOWrapper(io.BytesIO(), errors="backslashreplace")
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(wrong):
             try:
                 code = command(["memory", *argv])
             except SystemExit as end:
                 return f"{argv[0]}: usage, exit {end.code}"
-        said.getvalue().encode()
+        output.getvalue().encode()
         wrong.flush()
         text = wrong.buffer.getvalue().decode()
         # Yes, no, or a sentence: never a traceback, and never the name of a class of ours.

@@ -87,11 +87,11 @@ def drawn(seed: int) -> Program:
     """Return the program of a seed."""
     rng = np.random.default_rng(seed)
     count = int(rng.integers(1, 5))
-    names = tuple(str(it) for it in rng.choice(sorted(LAYERS.keys() - set(BY_RANK)), count))
+    names = tuple(str(layer) for layer in rng.choice(sorted(LAYERS.keys() - set(BY_RANK)), count))
     name = str(rng.choice(sorted(LOOPS)))
     return Program(
         layers=names,
-        numbers=tuple(int(it) for it in rng.integers(2**31, size=count)),
+        numbers=tuple(int(number) for number in rng.integers(2**31, size=count)),
         form=str(rng.choice(["tensor", "loss", "pair", "view", "mapping"])),
         loop=name,
         compression=str(rng.choice(sorted(COMPRESSIONS))),
@@ -118,7 +118,7 @@ class Training:
         if compression is not None:
             state = CompressionState(compression, named_parameters=self.net.named_parameters())
             self.ddp.register_comm_hook(state, compression_hook)
-        trained = [it for it in self.net.parameters() if it.requires_grad]
+        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.SGD(trained, RATE)
         # The norm of all that was given to the optimizer: `bound` is a share of it.
         self.norms = 0.0
@@ -132,12 +132,14 @@ class Training:
 
     def step(self) -> None:
         """Update, and note the weights."""
-        gradients = [it.grad for it in self.net.parameters() if it.grad is not None]
-        self.norms += sum(float(it.abs().square().sum()) for it in gradients) ** 0.5
+        gradients = [
+            parameter.grad for parameter in self.net.parameters() if parameter.grad is not None
+        ]
+        self.norms += sum(float(gradient.abs().square().sum()) for gradient in gradients) ** 0.5
         self.optimizer.step()
         digest = hashlib.sha256()
-        for it in self.net.parameters():
-            digest.update(it.detach().numpy().tobytes())
+        for parameter in self.net.parameters():
+            digest.update(parameter.detach().numpy().tobytes())
         self.digests.append(digest.hexdigest())
 
 
@@ -262,7 +264,7 @@ def one(program: Program) -> dict[str, Any]:
         except CompressError as error:
             return {"outcome": f"CompressError: {str(error)[:50]}"}
     weights = list(training.net.parameters())
-    apart = sum(
+    distance = sum(
         float((first.detach() - second.detach()).abs().square().sum())
         for first, second in zip(weights, plain.net.parameters(), strict=True)
     )
@@ -272,14 +274,14 @@ def one(program: Program) -> dict[str, Any]:
         "plain": plain.digests,
         "finite": is_finite(training.net),
         "plain_finite": is_finite(plain.net),
-        "apart": apart**0.5,
+        "apart": distance**0.5,
         "norms": max(plain.norms, training.norms),
     }
 
 
 def is_finite(net: nn.Module) -> bool:
     """Whether all weights are numbers."""
-    return all(bool(torch.isfinite(it.detach().abs()).all()) for it in net.parameters())
+    return all(bool(torch.isfinite(p.detach().abs()).all()) for p in net.parameters())
 
 
 class Peer:

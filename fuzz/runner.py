@@ -79,7 +79,7 @@ def _work(target: Target, seeds: range, bad: frozenset[int], pipe: Any, now: Any
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)
     part = Result()
-    told = time.monotonic()
+    reported = time.monotonic()
     for place, seed in enumerate(seeds):
         if seed not in bad:
             began = time.process_time()
@@ -94,9 +94,9 @@ def _work(target: Target, seeds: range, bad: frozenset[int], pipe: Any, now: Any
                 part.faults[seed] = f"took {took:.1f} s of the processor"
             part.cases += 1
         now[1] = 0.0
-        if time.monotonic() - told > REPORT_S:
+        if time.monotonic() - reported > REPORT_S:
             pipe.send((place + 1, part))
-            part, told = Result(), time.monotonic()
+            part, reported = Result(), time.monotonic()
     pipe.send((len(seeds), part))
 
 
@@ -208,14 +208,14 @@ def run(
     result = Result()
     last = sys.maxsize // 4 if cases is None else seed + cases
     ends = float("inf") if minutes is None else time.monotonic() + 60 * minutes
-    began = said = time.monotonic()
+    began = printed_at = time.monotonic()
     crew = [_Worker(name, target, range(seed + at, last, workers), result) for at in range(workers)]
     while crew and time.monotonic() < ends:
         crew = [worker for worker in crew if worker.look()]
         time.sleep(0.05)
-        if time.monotonic() - said > LINE_S:
-            said = time.monotonic()
-            print(_line(name, result, said - began), flush=True)
+        if time.monotonic() - printed_at > LINE_S:
+            printed_at = time.monotonic()
+            print(_line(name, result, printed_at - began), flush=True)
     for worker in crew:
         # Seeds go by stride, so the first that is not done is the least of all workers.
         worker.stop()
@@ -252,7 +252,7 @@ def main(targets: Mapping[str, Target]) -> None:
     for name in chosen:
         cases = targets[name].full if options.full else options.cases
         minutes = None if options.minutes is None else options.minutes / len(chosen)
-        found = run(
+        result = run(
             name,
             targets[name],
             cases=cases,
@@ -260,7 +260,7 @@ def main(targets: Mapping[str, Target]) -> None:
             seed=options.seed,
             workers=options.workers,
         )
-        failed |= bool(found.faults) or not found.cases
+        failed |= bool(result.faults) or not result.cases
     sys.exit(failed)
 
 

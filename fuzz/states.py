@@ -289,12 +289,12 @@ def _flat(node: Any) -> bool:
 
 
 def _places(node: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    found = [path]
+    places = [path]
     if isinstance(node, (dict, list, tuple)) and _flat(node):
         inside = node.items() if isinstance(node, dict) else enumerate(node)
         for key, value in inside:
-            found += _places(value, (*path, key))
-    return found
+            places += _places(value, (*path, key))
+    return places
 
 
 def _at(node: Any, path: tuple[Any, ...]) -> Any:

@@ -55,11 +55,11 @@ Graph = dict[str, set[str]]
 
 def modules(package: str) -> dict[str, Path]:
     """Return the files of a package by the names of their modules."""
-    found = {}
+    paths = {}
     for path in sorted((ROOT / package).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
-    return found
+        paths[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return paths
 
 
 @cache
@@ -71,7 +71,7 @@ def parsed(path: Path) -> tuple[ast.AST, ...]:
 def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
     """Return the modules of `known` that a file imports, wherever in it."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found: set[str] = set()
+    imported: set[str] = set()
     for node in parsed(path):
         wanted: list[str] = []
         if isinstance(node, ast.Import):
@@ -84,8 +84,8 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
             wanted = [
                 full if (full := f"{base}.{alias.name}") in known else base for alias in node.names
             ]
-        found.update(it for it in wanted if it in known and it != name)
-    return found
+        imported.update(module for module in wanted if module in known and module != name)
+    return imported
 
 
 def arrows(graph: Graph, shown: list[str]) -> list[tuple[str, str]]:
@@ -106,7 +106,8 @@ def arrows(graph: Graph, shown: list[str]) -> list[tuple[str, str]]:
         (start, end)
         for start in shown
         for end in shown
-        if end in direct[start] and not any(end in _behind(direct, it) for it in direct[start])
+        if end in direct[start]
+        and not any(end in _behind(direct, module) for module in direct[start])
     ]
 
 
@@ -148,27 +149,27 @@ def rooms(package: str) -> str:
     asked: Graph = {}
     for name, path in files.items():
         mine = room(name)
-        theirs = {room(it) for it in imports(name, path, files)}
+        theirs = {room(other) for other in imports(name, path, files)}
         asked.setdefault(mine, set()).update(theirs - {mine})
     lines = ["| folder | what it is for | imports |", "|---|---|---|"]
     for folder in sorted(asked):
-        said = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text("utf-8")))
-        first = (said or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
-        names = sorted(it.removeprefix(f"{package}/") for it in asked[folder])
-        lines.append(f"| `{folder}` | {first} | {', '.join(f'`{it}`' for it in names)} |")
+        docstring = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text("utf-8")))
+        first = (docstring or "").split("\n\n")[0].replace("\n", " ").replace("|", "\\|")
+        names = sorted(other.removeprefix(f"{package}/") for other in asked[folder])
+        lines.append(f"| `{folder}` | {first} | {', '.join(f'`{other}`' for other in names)} |")
     return "\n".join(lines)
 
 
 def filled(text: str) -> str:
     """Return the page with what is between its markers made anew."""
     for package in WAYS:
-        for what, made in (("picture", picture(package)), ("rooms", rooms(package))):
+        for what, part in (("picture", picture(package)), ("rooms", rooms(package))):
             begin, end = f"<!-- {what} {package} -->", f"<!-- end {what} {package} -->"
             head, _, rest = text.partition(begin)
-            _, found, tail = rest.partition(end)
-            if not found:
+            _, old, tail = rest.partition(end)
+            if not old:
                 raise ValueError(f"{PAGE.name}: got no {begin} ... {end}; put both back.")
-            text = f"{head}{begin}\n{made}\n{end}{tail}"
+            text = f"{head}{begin}\n{part}\n{end}{tail}"
     return text
 
 

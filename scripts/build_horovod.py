@@ -34,8 +34,8 @@ from typing import Any, Final
 import horovod_cuda
 import horovod_edits
 from horovod_edits import VERSION
+from horovod_facts import BUILT, describe, facts
 from horovod_install import carry, install, installed_version
-from horovod_said import BUILT, describe, facts
 from horovod_steps import StepError, Steps
 from horovod_target import Target, compiler, cuda_of, detect, toolkit, without_cuda
 from horovod_tools import (
@@ -60,12 +60,14 @@ def sdist_hash(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def fetch_sdist(steps: Steps, cache: Path, given: Path | None, env: Mapping[str, str]) -> Path:
+def fetch_sdist(
+    steps: Steps, cache: Path, local_sdist: Path | None, env: Mapping[str, str]
+) -> Path:
     """Return the release's source archive, checked: the given one, the kept one, or a download."""
     kept = cache / "sdist" / f"horovod-{VERSION}.tar.gz"
-    source = given or kept
-    if given and not given.is_file():
-        raise steps.failed([f"--sdist {given}: no such file"])
+    source = local_sdist or kept
+    if local_sdist and not local_sdist.is_file():
+        raise steps.failed([f"--sdist {local_sdist}: no such file"])
     if not source.is_file():
         # pip asks a source archive for its name by running its setup.py. With the hash given it
         # compares first, so that an archive which is not the release never runs.
@@ -76,14 +78,18 @@ def fetch_sdist(steps: Steps, cache: Path, given: Path | None, env: Mapping[str,
             + ["--require-hashes", "--dest", str(kept.parent), "--requirement", str(file)],
             env=env,
         )
-    found = sdist_hash(source)
-    if found != SDIST_SHA256:
+    actual_hash = sdist_hash(source)
+    if actual_hash != SDIST_SHA256:
         raise steps.failed(
-            [f"{source} has SHA-256 {found}", f"expected {SDIST_SHA256}", "delete it and try again"]
+            [
+                f"{source} has SHA-256 {actual_hash}",
+                f"expected {SDIST_SHA256}",
+                "delete it and try again",
+            ]
         )
-    if given:
+    if local_sdist:
         kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(given, kept)
+        shutil.copyfile(local_sdist, kept)
     return source
 
 
@@ -126,8 +132,8 @@ def compile_wheel(
 
     def show(line: str) -> None:
         # make prints "[ 42%] Building CXX object ..."
-        if found := re.match(r"\s*\[\s*(\d+)%\]", line):
-            steps.percent(int(found.group(1)))
+        if match := re.match(r"\s*\[\s*(\d+)%\]", line):
+            steps.percent(int(match.group(1)))
 
     steps.run(
         [*PIP, "wheel", "-v", "--no-deps", "--no-build-isolation", "--no-cache-dir"]
@@ -175,20 +181,20 @@ def build(
         except horovod_edits.EditError as error:
             raise steps.failed([str(error)]) from error
         env = build_environment(target, folder.name, args.jobs) | tools | {"HOROVOD_CMAKE": cmake}
-        made: dict[str, Any] = {"toolkit": None, "jobs": args.jobs}
+        built: dict[str, Any] = {"toolkit": None, "jobs": args.jobs}
         if target.gpu:
-            there = toolkit(target)[0]
-            ours = there is None
-            if there is None:
+            cuda = toolkit(target)[0]
+            ours = cuda is None
+            if cuda is None:
                 steps.begin("put a CUDA toolkit together from wheels")
-                there = install_cuda(steps, cuda_of(target) or "", work)
-            made["toolkit"] = f"CUDA {there.version}, {'of wheels' if ours else 'installed'}"
-            rpath = horovod_cuda.run_path(cuda_of(target) or "", there, os.environ, ours=ours)
-            env |= there.environment() | nccl_from_wheel(work) | {"HOROVOD_RPATH": rpath}
+                cuda = install_cuda(steps, cuda_of(target) or "", work)
+            built["toolkit"] = f"CUDA {cuda.version}, {'of wheels' if ours else 'installed'}"
+            rpath = horovod_cuda.run_path(cuda_of(target) or "", cuda, os.environ, ours=ours)
+            env |= cuda.environment() | nccl_from_wheel(work) | {"HOROVOD_RPATH": rpath}
         steps.begin(f"compile with {args.jobs} job{'s' if args.jobs > 1 else ''}")
         wheel = compile_wheel(steps, tree, work, env, folder=folder)
-        made |= {"seconds": steps.seconds(), "cpu_seconds": steps.cpu_seconds()}
-        (folder / BUILT).write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+        built |= {"seconds": steps.seconds(), "cpu_seconds": steps.cpu_seconds()}
+        (folder / BUILT).write_text(json.dumps(built, indent=1) + "\n", encoding="utf-8")
         return wheel
 
 
@@ -277,8 +283,8 @@ def make(target: Target, args: argparse.Namespace) -> int:
         print(f"\n{error}", file=sys.stderr)
         return 1
     if args.json:
-        found = facts(target, wheel, moves)
-        args.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        wheel_facts = facts(target, wheel, moves)
+        args.json.write_text(json.dumps(wheel_facts, indent=1) + "\n", encoding="utf-8")
     print(f"done: {wheel}")
     return 0
 

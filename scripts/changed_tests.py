@@ -44,13 +44,13 @@ FURTHER: tuple[tuple[str, tuple[str, ...]], ...] = (
 
 def sources() -> dict[str, Path]:
     """Return all Python files of the project by name: modules dotted, others by their path."""
-    found = {
+    modules = {
         name: path for package in PACKAGES for name, path in architecture.modules(package).items()
     }
     for folder in ("tests", "benchmarks", "scripts", "fuzz", "examples"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            found[path.relative_to(ROOT).as_posix()] = path
-    return found
+            modules[path.relative_to(ROOT).as_posix()] = path
+    return modules
 
 
 def asked(name: str, path: Path, known: dict[str, Path], by_file: dict[str, list[str]]) -> set[str]:
@@ -58,28 +58,30 @@ def asked(name: str, path: Path, known: dict[str, Path], by_file: dict[str, list
 
     by_file : what is called so in any folder, of the name of a file
     """
-    found = architecture.imports(name, path, known)
+    imported = architecture.imports(name, path, known)
     here = path.parent.relative_to(ROOT).as_posix()
     for node in architecture.parsed(path):
         if isinstance(node, ast.Constant) and str(node.value).endswith(".py"):
             # Of a conftest.py, which each folder may have, the name says not which one.
             named = Path(str(node.value)).name
-            found.update(by_file.get(named, ()) if named != f"{FIXTURES}.py" else ())
+            imported.update(by_file.get(named, ()) if named != f"{FIXTURES}.py" else ())
         bare: list[str] = []
         if isinstance(node, ast.Import):
             bare = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
             bare = [node.module or ""]
-        places = [f"{folder}/{it}.py" for it in bare for folder in (*FLAT, here)]
-        found.update(it for it in places if it in known)
+        places = [f"{folder}/{module}.py" for module in bare for folder in (*FLAT, here)]
+        imported.update(module for module in places if module in known)
     if name.endswith(".py"):
         folders = Path(name).parents
-        found.update(it for up in folders if (it := f"{up.as_posix()}/{FIXTURES}.py") in known)
+        imported.update(
+            fixture for up in folders if (fixture := f"{up.as_posix()}/{FIXTURES}.py") in known
+        )
     else:
         # A package's __init__ runs before what lies in it.
         parts = name.split(".")
-        found.update(".".join(parts[:end]) for end in range(1, len(parts)))
-    return found - {name}
+        imported.update(".".join(parts[:end]) for end in range(1, len(parts)))
+    return imported - {name}
 
 
 def users_of(known: dict[str, Path]) -> dict[str, set[str]]:
@@ -106,15 +108,21 @@ def concerned(
             todo.append(by_path[path])
         # A Python file that is not there is gone: what imported it has changed as well.
         elif not path.endswith(".py"):
-            wanted.update(next((it for start, it in FURTHER if path.startswith(start)), ("tests",)))
+            wanted.update(
+                next((tests for start, tests in FURTHER if path.startswith(start)), ("tests",))
+            )
     seen = set(todo)
     while todo:
         fresh = users[todo.pop()] - seen
         seen |= fresh
         todo += fresh
-    wanted.update(it for it in seen if Path(it).name.startswith("test_") and it.endswith(".py"))
+    wanted.update(
+        path for path in seen if Path(path).name.startswith("test_") and path.endswith(".py")
+    )
     # A folder that is wanted whole needs none of its files beside it.
-    return sorted(it for it in wanted if not any(it.startswith(f"{other}/") for other in wanted))
+    return sorted(
+        path for path in wanted if not any(path.startswith(f"{other}/") for other in wanted)
+    )
 
 
 def changed_since(ref: str) -> list[str]:

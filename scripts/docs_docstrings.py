@@ -35,40 +35,40 @@ def markdown(text: str) -> str:
     <BLANKLINE>
     - `name`: of a person, or none
     """
-    made: list[str] = []
+    output: list[str] = []
     section = example = False
     lines = text.splitlines()
     for place, line in enumerate(lines):
         rule = lines[place + 1].strip() if place + 1 < len(lines) else ""
         if example and not line.strip():
-            made += ["```", ""]
+            output += ["```", ""]
             example = False
         elif line.startswith(">>> ") and not example:
-            made += ["", "```pycon", line]
+            output += ["", "```pycon", line]
             example = True
         elif example:
-            made.append(line)
+            output.append(line)
         elif line.strip() and _RULE.fullmatch(rule):
-            made += ["", f"**{line.strip()}**", ""]
+            output += ["", f"**{line.strip()}**", ""]
             section = line.strip() not in ("Examples", "Notes")
         elif _RULE.fullmatch(line.strip()):
             continue
         elif section and line and not line.startswith(" "):
             # A sentence, as "Raises CompressError ...", ends the entries before it.
-            found = _ENTRY.fullmatch(line)
-            names = found and (found[2] is not None or lines_on(lines, place))
-            if found and names:
-                said = f": {found[2]}" if found[2] else ":"
-                each = ", ".join(f"`{name.strip()}`" for name in found[1].split(","))
-                made.append(f"- {each}{said}")
+            match = _ENTRY.fullmatch(line)
+            names = match and (match[2] is not None or lines_on(lines, place))
+            if match and names:
+                text_after = f": {match[2]}" if match[2] else ":"
+                names_text = ", ".join(f"`{name.strip()}`" for name in match[1].split(","))
+                output.append(f"- {names_text}{text_after}")
             else:
-                made += ["", line] if made and made[-1].startswith(("-", "    ")) else [line]
-                section = bool(found)
-        elif section and made and made[-1].startswith("- "):
-            made[-1] += f" {line.strip()}" if line.strip() else ""
+                output += ["", line] if output and output[-1].startswith(("-", "    ")) else [line]
+                section = bool(match)
+        elif section and output and output[-1].startswith("- "):
+            output[-1] += f" {line.strip()}" if line.strip() else ""
         else:
-            made.append(line)
-    text = "\n".join([*made, "```"] if example else made)
+            output.append(line)
+    text = "\n".join([*output, "```"] if example else output)
     return re.sub(r"\n{3,}", "\n\n", text)
 
 

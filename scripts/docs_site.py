@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
         text = text.replace(
             README, moved((ROOT / "README.md").read_text("utf-8"), "README.md", uri)
         )
-    return _FLOWCHART.sub(lambda found: flowchart(found[1]), text)
+    return _FLOWCHART.sub(lambda match: flowchart(match[1]), text)
 
 
 def moved(text: str, source: str, uri: str) -> str:
@@ -61,16 +61,16 @@ def moved(text: str, source: str, uri: str) -> str:
     source : the file's path in the repository
     uri : the page's, in the site
     """
-    code = [found.span() for found in _CODE.finditer(text)]
+    code = [match.span() for match in _CODE.finditer(text)]
 
-    def link(found: re.Match[str]) -> str:
-        target, mark, anchor = found[2].partition("#")
-        label = _LINK.sub(link, found[1][:-2]) + "](" if "](" in found[1][:-2] else found[1]
-        if not target or re.match(r"[a-z]+:", target) or _inside(found.start(2), code):
-            return label + found[2] + found[3]
+    def link(match: re.Match[str]) -> str:
+        target, mark, anchor = match[2].partition("#")
+        label = _LINK.sub(link, match[1][:-2]) + "](" if "](" in match[1][:-2] else match[1]
+        if not target or re.match(r"[a-z]+:", target) or _inside(match.start(2), code):
+            return label + match[2] + match[3]
         path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
-        there = _site_uri(path)
-        return f"{label}{posixpath.relpath(there, posixpath.dirname(uri) or '.')}{mark}{anchor})"
+        to = _site_uri(path)
+        return f"{label}{posixpath.relpath(to, posixpath.dirname(uri) or '.')}{mark}{anchor})"
 
     return _LINK.sub(link, text)
 
@@ -97,15 +97,15 @@ def _decisions() -> Iterator[str]:
 def _linked_sources() -> set[str]:
     """Files outside docs/ that a page links to."""
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / path for path in ("README.md", *PAGES))]
-    found = set()
+    linked = set()
     for page in pages:
         text = _CODE.sub("", page.read_text("utf-8"))
         for target in (match[2].partition("#")[0] for match in _LINK.finditer(text)):
             if target and not re.match(r"[a-z]+:", target):
                 path = (page.parent / target).resolve().relative_to(ROOT).as_posix()
                 if _site_uri(path) == f"source/{path}" and (ROOT / path).is_file():
-                    found.add(path)
-    return found
+                    linked.add(path)
+    return linked
 
 
 def flowchart(text: str) -> str:
@@ -134,10 +134,10 @@ def flowchart(text: str) -> str:
     for name, (x, y) in at.items():
         parts.append(f'<rect x="{x - wide / 2:.0f}" y="{y:.0f}" width="{wide}" height="{high}"/>')
         parts.append(f'<text x="{x:.0f}" y="{y + 18:.0f}">{escape(labels[name])}</text>')
-    said = f"Flowchart of {len(labels)} files: who asks whom"
+    alt_text = f"Flowchart of {len(labels)} files: who asks whom"
     return (
         f'<div class="flowchart"><svg viewBox="0 0 {width} {len(rows) * (high + gap) - gap + 4}" '
-        f'role="img" aria-label="{said}"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" '
+        f'role="img" aria-label="{alt_text}"><defs><marker id="tip" viewBox="0 0 6 6" refX="5" '
         'refY="3" markerWidth="7" markerHeight="7" orient="auto"><path d="M0 0 L6 3 L0 6 z"/>'
         "</marker></defs>"
         f"{''.join(parts)}</svg></div>"

@@ -23,12 +23,12 @@ SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inpl
 def texts() -> dict[str, str]:
     """Each graph's file, by its name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
-    made = import_module("graphs")
+    graphs = import_module("graphs")
     networks: dict[str, Callable[[], Any]] = {
-        "alexnet": lambda: made.alexnet(512, **SETTINGS),
-        "resnet50": lambda: made.resnet(64, 50, **SETTINGS),
-        "transformer12": lambda: made.transformer(4, 12, **SETTINGS),
-        "unet": lambda: made.unet(8, **SETTINGS),
+        "alexnet": lambda: graphs.alexnet(512, **SETTINGS),
+        "resnet50": lambda: graphs.resnet(64, 50, **SETTINGS),
+        "transformer12": lambda: graphs.transformer(4, 12, **SETTINGS),
+        "unet": lambda: graphs.unet(8, **SETTINGS),
     }
     return {name: make().graph().to_json() for name, make in networks.items()}
 

@@ -96,11 +96,11 @@ def keep(folder: Path) -> None:
     Raises RuntimeError naming the first file that does not.
     """
     for file, expected in HASHES.items():
-        found = content_hash(folder / file)
-        if found != expected:
+        actual_hash = content_hash(folder / file)
+        if actual_hash != expected:
             raise RuntimeError(
-                f"{file} of package {PACKAGE} holds data of SHA-256 {found}, expected {expected}: "
-                "it is damaged or not Fashion-MNIST, and was not kept"
+                f"{file} of package {PACKAGE} holds data of SHA-256 {actual_hash}, expected "
+                f"{expected}: it is damaged or not Fashion-MNIST, and was not kept"
             )
     CACHE.mkdir(parents=True, exist_ok=True)
     # Whatever the umask: others may read it, none but the owner write.

@@ -64,28 +64,30 @@ def missing(root: Path) -> list[str]:
 
 def version_of(nvcc: Path) -> str | None:
     """The release that an nvcc says it is; None for one that does not run."""
-    found = re.search(r"release (\d+\.\d+)", _said([str(nvcc), "--version"]))
-    return found.group(1) if found else None
+    match = re.search(r"release (\d+\.\d+)", _output_of([str(nvcc), "--version"]))
+    return match.group(1) if match else None
 
 
 def root_of(nvcc: Path) -> Path | None:
     """The toolkit of an nvcc, also of a wrapper script: nvcc itself says where it is."""
-    found = re.search(r"^#\$ TOP=(.+)$", _said([str(nvcc), "-v", "--dryrun", "x.cu"]), re.MULTILINE)
-    return Path(found.group(1)).resolve() if found else None
+    match = re.search(
+        r"^#\$ TOP=(.+)$", _output_of([str(nvcc), "-v", "--dryrun", "x.cu"]), re.MULTILINE
+    )
+    return Path(match.group(1)).resolve() if match else None
 
 
 def candidates(env: Mapping[str, str]) -> list[Path]:
     """Roots at which a toolkit may be, the user's wish first."""
     named = [env[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if env.get(name)]
     if named:
-        return [Path(it) for it in named]
+        return [Path(path) for path in named]
     nvcc = shutil.which("nvcc", path=env.get("PATH", ""))
     on_path = [root_of(Path(nvcc))] if nvcc else []
     usual = Path("/usr/local/cuda")
-    return [*(it for it in on_path if it), *([usual] if usual.is_dir() else [])]
+    return [*(path for path in on_path if path), *([usual] if usual.is_dir() else [])]
 
 
-def found(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
+def find_toolkit(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
     """The first complete toolkit of the major version of "13.2"; and why others were passed over.
 
     CUDA promises that minor versions of one major version go together.
@@ -147,12 +149,15 @@ def architectures(flags: str, nvcc: Path) -> tuple[str, ...]:
 
     Returns numbers as Horovod wants them, ("80", "90", "120"), in order.
     """
-    wanted = {int(it) for it in re.findall(r"(?:sm|compute)_(\d+)", flags)}
-    known = {int(it) for it in re.findall(r"compute_(\d+)", _said([str(nvcc), "--list-gpu-arch"]))}
-    return tuple(str(it) for it in sorted(wanted & known if known else wanted))
+    wanted = {int(arch) for arch in re.findall(r"(?:sm|compute)_(\d+)", flags)}
+    known = {
+        int(arch)
+        for arch in re.findall(r"compute_(\d+)", _output_of([str(nvcc), "--list-gpu-arch"]))
+    }
+    return tuple(str(arch) for arch in sorted(wanted & known if known else wanted))
 
 
-def run_path(cuda: str, there: Toolkit, env: Mapping[str, str], *, ours: bool) -> str:
+def run_path(cuda: str, toolkit: Toolkit, env: Mapping[str, str], *, ours: bool) -> str:
     """Where a built library is to look for NCCL and CUDA when it runs, for CMake.
 
     Beside itself in site-packages, where torch's or TensorFlow's wheels put them; a torch that was
@@ -162,18 +167,18 @@ def run_path(cuda: str, there: Toolkit, env: Mapping[str, str], *, ours: bool) -
     ours : it was put together of wheels, so it is gone by then
     """
     named = [f"{env['HOROVOD_NCCL_HOME']}/lib"] if "HOROVOD_NCCL_HOME" in env else []
-    installed = [] if ours else [str(there.root / "lib64")]
+    installed = [] if ours else [str(toolkit.root / "lib64")]
     major = cuda.split(".")[0]
     wheels = ["nccl", f"cu{major}" if int(major) >= 13 else "cuda_runtime"]
-    beside = [f"$ORIGIN/../../nvidia/{name}/lib" for name in wheels]
-    return ";".join([*named, *installed, *beside, "$ORIGIN/../../torch/lib"])
+    relative = [f"$ORIGIN/../../nvidia/{name}/lib" for name in wheels]
+    return ";".join([*named, *installed, *relative, "$ORIGIN/../../torch/lib"])
 
 
 def run_paths(library: Path) -> list[str]:
     """Where a library looks for others when it runs, as binutils' readelf reads it."""
-    said = _said(["readelf", "-d", str(library)])
-    found = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", said)
-    return [path for paths in found for path in paths.split(":")]
+    listing = _output_of(["readelf", "-d", str(library)])
+    groups = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", listing)
+    return [path for paths in groups for path in paths.split(":")]
 
 
 def torch_architectures() -> str:
@@ -181,10 +186,10 @@ def torch_architectures() -> str:
     code = (
         "import torch; print(' '.join(torch.cuda.get_arch_list()) or torch._C._cuda_getArchFlags())"
     )
-    return _said([sys.executable, "-c", code])
+    return _output_of([sys.executable, "-c", code])
 
 
-def _said(command: Sequence[str]) -> str:
+def _output_of(command: Sequence[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     except (OSError, subprocess.SubprocessError):

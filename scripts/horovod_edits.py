@@ -204,10 +204,10 @@ def apply(edits: tuple[Edit, ...], tree: Path) -> None:
                 "these edits were written for; use the Horovod version named by the script."
             )
         text = path.read_text(encoding="utf-8")
-        found = text.count(edit.old)
-        if found != edit.count:
+        count = text.count(edit.old)
+        if count != edit.count:
             raise EditError(
-                f"edit '{edit.name}' in {edit.file}: its text occurs {found} times, "
+                f"edit '{edit.name}' in {edit.file}: its text occurs {count} times, "
                 f"expected {edit.count}. The source is not the one this edit was written for; "
                 f"text: {edit.old!r}. Why it is wanted: {edit.why}."
             )

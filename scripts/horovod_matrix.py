@@ -82,21 +82,21 @@ class CannotError(RuntimeError):
     """A cell cannot be had here; the message says why."""
 
 
-def interpreter(version: str, given: Sequence[Path] = ()) -> Path:
+def interpreter(version: str, interpreters: Sequence[Path] = ()) -> Path:
     """A Python of a version, "3.12": one given, on the PATH, or of pyenv. Raises CannotError."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     on_path = shutil.which(f"python{version}")
-    tried: list[Path] = [*given, *([Path(on_path)] if on_path else ())]
+    tried: list[Path] = [*interpreters, *([Path(on_path)] if on_path else ())]
     tried += sorted(pyenv.glob(f"{version}.*/bin/python"), reverse=True)
     code = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
     for path in tried:
         try:
-            said = subprocess.run(
+            printed = subprocess.run(
                 [path, "-c", code], capture_output=True, text=True, timeout=60, check=False
             ).stdout
         except OSError:
             continue  # not an interpreter: the next may be one
-        if said.strip() == version:
+        if printed.strip() == version:
             return path
     raise CannotError(f"no Python {version} on this machine")
 
@@ -104,7 +104,9 @@ def interpreter(version: str, given: Sequence[Path] = ()) -> Path:
 def run(command: Sequence[str | Path], log: Path) -> int:
     """Run a command, its output to a log, its steps also to the terminal; its exit status."""
     env = {
-        name: it for name, it in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL"))
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("PYTHON", "VIRTUAL"))
     }
     with log.open("a", encoding="utf-8") as file:
         file.write(f"$ {' '.join(map(str, command))}\n")
@@ -122,21 +124,23 @@ def run(command: Sequence[str | Path], log: Path) -> int:
 def why_not(log: Path) -> str:
     """What pip or the build gave as its reason, in one line."""
     lines = log.read_text(encoding="utf-8").splitlines()
-    wanted = [it for it in lines if re.match(r"ERROR: (No matching|Could not)|step \d+ of", it)]
-    named = [it for it in lines if re.search(r"\berror\b.*:", it, re.IGNORECASE)]
+    wanted = [
+        line for line in lines if re.match(r"ERROR: (No matching|Could not)|step \d+ of", line)
+    ]
+    named = [line for line in lines if re.search(r"\berror\b.*:", line, re.IGNORECASE)]
     return (wanted[-1:] or named[:1] or lines[-1:] or ["it said nothing"])[0]
 
 
-def environment(cell: Cell, folder: Path, given: Sequence[Path], log: Path) -> Path:
+def environment(cell: Cell, folder: Path, interpreters: Sequence[Path], log: Path) -> Path:
     """The Python of the cell's environment, made if it is not whole. Raises CannotError."""
     home, stamp = folder / cell.name, folder / cell.name / "whole"
     python = home / "bin" / "python"
     if stamp.is_file():
         return python
     shutil.rmtree(home, ignore_errors=True)
-    found = interpreter(cell.python, given)
+    python = interpreter(cell.python, interpreters)
     print(f"  installing {' '.join(cell.requirements())}", flush=True)
-    if run([found, "-m", "venv", home], log):
+    if run([python, "-m", "venv", home], log):
         raise CannotError(f"no virtual environment could be made: {why_not(log)}")
     pip: list[str | Path] = [
         python,
@@ -160,7 +164,7 @@ def measure(cell: Cell, folder: Path, args: argparse.Namespace) -> dict[str, Any
     began, log, report = time.monotonic(), folder / f"{cell.name}.log", folder / "facts.json"
     log.write_text("", encoding="utf-8")
     report.unlink(missing_ok=True)
-    found: dict[str, Any] = {"cell": cell.name, **asdict(cell)}
+    row: dict[str, Any] = {"cell": cell.name, **asdict(cell)}
     try:
         python = environment(cell, folder, args.python, log)
         command: list[str | Path] = [
@@ -171,24 +175,24 @@ def measure(cell: Cell, folder: Path, args: argparse.Namespace) -> dict[str, Any
         ]
         command += ["--cache", folder / "wheels", "--jobs", str(args.jobs)]
         if run(command, log):
-            found |= {"state": "failed", "why": why_not(log)}
+            row |= {"state": "failed", "why": why_not(log)}
         else:
-            found |= {"state": "built", "facts": json.loads(report.read_text(encoding="utf-8"))}
+            row |= {"state": "built", "facts": json.loads(report.read_text(encoding="utf-8"))}
     except CannotError as reason:
-        found |= {"state": "cannot", "why": str(reason)}
+        row |= {"state": "cannot", "why": str(reason)}
     except RuntimeError as error:
-        found |= {"state": "failed", "why": str(error)}
-    if not args.keep and found["state"] != "failed":
+        row |= {"state": "failed", "why": str(error)}
+    if not args.keep and row["state"] != "failed":
         shutil.rmtree(folder / cell.name, ignore_errors=True)
-    return found | {"seconds": round(time.monotonic() - began)}
+    return row | {"seconds": round(time.monotonic() - began)}
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
     """Results by cell, in the order of the cells; none without a file."""
     if not path.is_file():
         return {}
-    found = {row["cell"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
-    return {cell.name: found[cell.name] for cell in CELLS if cell.name in found}
+    rows = {row["cell"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
+    return {cell.name: rows[cell.name] for cell in CELLS if cell.name in rows}
 
 
 def save(path: Path, results: dict[str, dict[str, Any]]) -> None:
@@ -224,13 +228,17 @@ def line_of(cell: Cell, row: dict[str, Any] | None) -> list[str]:
 def table(results: dict[str, dict[str, Any]]) -> str:
     """All cells as a Markdown table: those built, then those not, alike reasons in one line."""
     built = [cell for cell in CELLS if results.get(cell.name, {}).get("state") == "built"]
-    lines = [list(HEAD), ["---"] * len(HEAD), *(line_of(it, results[it.name]) for it in built)]
+    lines = [
+        list(HEAD),
+        ["---"] * len(HEAD),
+        *(line_of(cell, results[cell.name]) for cell in built),
+    ]
     text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     reasons: dict[str, dict[str, list[str]]] = {}
     for cell in CELLS:
         if cell not in built:
-            python, torch, beside, *_ = line = line_of(cell, results.get(cell.name))
-            what = f"torch {torch}{f' and TensorFlow {beside}' if beside else ''}"
+            python, torch, other_libraries, *_ = line = line_of(cell, results.get(cell.name))
+            what = f"torch {torch}{f' and TensorFlow {other_libraries}' if other_libraries else ''}"
             reasons.setdefault(line[5], {}).setdefault(what, []).append(python)
     for why, cells in reasons.items():
         named = (f"{what} (Python {', '.join(sorted(pythons))})" for what, pythons in cells.items())
@@ -238,11 +246,11 @@ def table(results: dict[str, dict[str, Any]]) -> str:
     return text
 
 
-def put(text: str, made: str, start: str = START, end: str = END) -> str:
+def put(text: str, content: str, start: str = START, end: str = END) -> str:
     """A page with what is between its markers made anew. Raises ValueError without markers."""
     before, rest = text.split(start)
     _, after = rest.split(end)
-    return f"{before}{start}\n{made}\n{end}{after}"
+    return f"{before}{start}\n{content}\n{end}{after}"
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -276,24 +284,26 @@ def main(argv: list[str] | None = None) -> int:
     results = load(args.result)
     if args.table or args.check:
         text = PAGE.read_text(encoding="utf-8")
-        made = put(text, table(results))
+        page_text = put(text, table(results))
         if args.table:
-            PAGE.write_text(made, encoding="utf-8")
-        elif made != text:
+            PAGE.write_text(page_text, encoding="utf-8")
+        elif page_text != text:
             print(f"the matrix in {PAGE.name} is not that of {args.result.name}: run with --table")
             return 1
         return 0
     folder = args.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    wanted = [it for it in CELLS if it.name in args.cells or not args.cells]
-    todo = [it for it in wanted if args.again or results.get(it.name, {}).get("state") != "built"]
+    wanted = [cell for cell in CELLS if cell.name in args.cells or not args.cells]
+    todo = [
+        cell for cell in wanted if args.again or results.get(cell.name, {}).get("state") != "built"
+    ]
     for at, cell in enumerate(todo, 1):
         print(f"== {at} of {len(todo)}: {cell.name}", flush=True)
         results[cell.name] = row = measure(cell, folder, args)
-        save(args.result, {it.name: results[it.name] for it in CELLS if it.name in results})
+        save(args.result, {cell.name: results[cell.name] for cell in CELLS if cell.name in results})
         print(f"  {row['state']}, {row['seconds']} s {row.get('why', '')}", flush=True)
     print(table(results))
-    return int(any(results[it.name]["state"] == "failed" for it in wanted))
+    return int(any(results[cell.name]["state"] == "failed" for cell in wanted))
 
 
 if __name__ == "__main__":

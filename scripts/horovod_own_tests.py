@@ -57,7 +57,9 @@ def on_a_rank(checkout: Path, compression: str, tests: list[str]) -> None:
     names = {name: getattr(sn_compress, name) for name in CLASSES[1:]}
     chosen = eval(compression, {"hvd": hvd, **names})
     plain, wrap = hvd.Compression.none, hvd.DistributedOptimizer
-    wrap.__defaults__ = tuple(chosen if it is plain else it for it in wrap.__defaults__)
+    wrap.__defaults__ = tuple(
+        chosen if default is plain else default for default in wrap.__defaults__
+    )
     tested = importlib.import_module("test_torch").TorchTests
     for name in tests:
         result = unittest.TestResult()

@@ -124,7 +124,9 @@ class Target:
             # Without NCCL nothing of CUDA ends in the wheel.
             fields |= {"nvcc": None, "arches": (), "wheels": False}
         # What is as it always was is left out, so that wheels from before these fields stay valid.
-        fields = {name: it for name, it in fields.items() if it != DEFAULTS.get(name, self)}
+        fields = {
+            name: value for name, value in fields.items() if value != DEFAULTS.get(name, self)
+        }
         recipe = (RECIPE, sdist_sha256, fields, self.flags(), [edit.text() for edit in edits])
         return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -165,7 +167,7 @@ def toolkit(target: Target) -> tuple[horovod_cuda.Toolkit | None, list[str]]:
     cuda = cuda_of(target)
     if not cuda:
         return None, []
-    return horovod_cuda.found(cuda, horovod_cuda.candidates(os.environ))
+    return horovod_cuda.find_toolkit(cuda, horovod_cuda.candidates(os.environ))
 
 
 def cuda_of(target: Target) -> str | None:
@@ -174,21 +176,21 @@ def cuda_of(target: Target) -> str | None:
 
 
 def _with_cuda(target: Target) -> Target:
-    there, _ = toolkit(target)
+    cuda, _ = toolkit(target)
     arches: tuple[str, ...] = ()
     if target.torch and "HOROVOD_BUILD_CUDA_CC_LIST" not in os.environ:
-        nvcc = there.root / "bin" / "nvcc" if there else Path("nvcc")
+        nvcc = cuda.root / "bin" / "nvcc" if cuda else Path("nvcc")
         arches = horovod_cuda.architectures(horovod_cuda.torch_architectures(), nvcc)
-    nvcc_version = there.version if there else None
+    nvcc_version = cuda.version if cuda else None
     # Without a version nobody can tell which wheels to take.
-    wheels = there is None and cuda_of(target) is not None
+    wheels = cuda is None and cuda_of(target) is not None
     return replace(target, nvcc=nvcc_version, wheels=wheels, arches=arches)
 
 
 def standard_of(header: str) -> int:
     """The C++ standard that a header of torch's asks for: `__cplusplus < 202002L` is C++20."""
-    found = [int(year) for year in re.findall(r"__cplusplus < (\d{4})\d\dL", header)]
-    return max([17, *(year % 100 for year in found)])
+    years = [int(year) for year in re.findall(r"__cplusplus < (\d{4})\d\dL", header)]
+    return max([17, *(year % 100 for year in years)])
 
 
 def _standard() -> int:
@@ -237,8 +239,8 @@ def _tensorflow_cuda() -> bool:
 
 
 def _tensorflow_cuda_version() -> str | None:
-    found = re.search(r"cuda_version\W+(\d+\.\d+)", _tensorflow_build())
-    return found.group(1) if found else None
+    match = re.search(r"cuda_version\W+(\d+\.\d+)", _tensorflow_build())
+    return match.group(1) if match else None
 
 
 def _tensorflow_build() -> str:

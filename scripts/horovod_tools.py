@@ -116,16 +116,17 @@ def install_cuda(steps: Steps, cuda: str, work: Path) -> horovod_cuda.Toolkit:
         )
     except StepError as error:
         # What pip said last; all of it is in the log.
-        said = [line.strip(" |") for line in str(error).splitlines() if "ERROR:" in line]
+        errors = [line.strip(" |") for line in str(error).splitlines() if "ERROR:" in line]
         raise NoToolkitError(
-            f"its wheels could not be installed ({(said or ['see the log'])[-1]}; log: {steps.log})"
+            f"its wheels could not be installed ({(errors or ['see the log'])[-1]}; "
+            f"log: {steps.log})"
         ) from error
     root = work / "cuda"
-    made = horovod_cuda.assembled(site, root)
-    if made is None:
+    toolkit = horovod_cuda.assembled(site, root)
+    if toolkit is None:
         lacks = ", ".join(horovod_cuda.missing(root)) or "an nvcc that runs"
         raise NoToolkitError(f"its wheels lack {lacks}")
-    return made
+    return toolkit
 
 
 def nccl_from_wheel(work: Path) -> dict[str, str]:

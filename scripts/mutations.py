@@ -55,21 +55,21 @@ def neighbour(operator: ast.AST) -> Any:
 
 def broken(node: ast.AST) -> ast.AST | None:
     """Return the node with one fault in it; None for those that are left alone."""
-    made = copy.deepcopy(node)
-    match made:
+    mutated = copy.deepcopy(node)
+    match mutated:
         case ast.BinOp() | ast.BoolOp() | ast.AugAssign():
-            made.op = neighbour(made.op)
+            mutated.op = neighbour(mutated.op)
         case ast.Compare():
-            made.ops[0] = neighbour(made.ops[0])
+            mutated.ops[0] = neighbour(mutated.ops[0])
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return operand
         case ast.Constant(value=bool(value)):
-            made.value = not value
+            mutated.value = not value
         case ast.Constant(value=int(value) | float(value)):
-            made.value = value + 1
+            mutated.value = value + 1
         case ast.Expr(value=ast.Call()):
             return ast.Pass()
-    return None if ast.dump(made) == ast.dump(node) else made
+    return None if ast.dump(mutated) == ast.dump(node) else mutated
 
 
 def computed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
@@ -89,8 +89,12 @@ def drawn(files: Iterable[Path], number: int, seed: int, root: Path) -> list[Mut
         text, name = path.read_bytes(), path.relative_to(root).as_posix()
         starts = list(itertools.accumulate(map(len, text.splitlines(keepends=True)), initial=0))
         for node in computed(ast.parse(text)):
-            if made := broken(node):
-                new = f"({ast.unparse(made)})" if isinstance(node, ast.expr) else ast.unparse(made)
+            if mutated := broken(node):
+                new = (
+                    f"({ast.unparse(mutated)})"
+                    if isinstance(node, ast.expr)
+                    else ast.unparse(mutated)
+                )
                 begin = starts[node.lineno - 1] + node.col_offset
                 end = starts[(node.end_lineno or 0) - 1] + (node.end_col_offset or 0)
                 source = (text[:begin] + new.encode() + text[end:]).decode()
@@ -109,7 +113,10 @@ def rounds_of(tests: Sequence[str], users: dict[str, set[str]], start: str) -> l
         fresh = sorted(users[name] - far.keys())
         far |= dict.fromkeys(fresh, far[name] + 1)
         todo += fresh
-    return [[it for it in tests if far[it] == steps] for steps in sorted({far[it] for it in tests})]
+    return [
+        [test for test in tests if far[test] == steps]
+        for steps in sorted({far[test] for test in tests})
+    ]
 
 
 def first_failure(tree: Path, tests: Sequence[str], marks: str, until: float) -> str:
@@ -122,14 +129,14 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str, until: float) ->
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     try:
-        said, _ = process.communicate(timeout=max(1, until - time.monotonic()))
+        printed, _ = process.communicate(timeout=max(1, until - time.monotonic()))
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         return "limit"
     if process.returncode in (0, 5):  # 5: the marks leave no test
         return ""
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", said, re.M)
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+?\.py(?:::\w+)*)", printed, re.M)
     return failed[1] if failed else tests[0]
 
 
@@ -138,15 +145,15 @@ def outcome(
 ) -> dict[str, Any]:
     """Return what the tests say of a mutant, as one line of the log."""
     path, until, by = tree / mutant.file, time.monotonic() + limit, ""
-    whole = path.read_text(encoding="utf-8")
+    text = path.read_text(encoding="utf-8")
     path.write_text(mutant.source, encoding="utf-8")
     for tests in rounds:
         by = by or first_failure(tree, tests, marks, until)
-    path.write_text(whole, encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     if by not in ("", "limit") and first_failure(tree, [by], marks, time.monotonic() + limit):
         sys.exit(f"{by} fails without a change, too")
-    said = {"": "survived", "limit": "unfinished"}.get(by, "caught")
-    return dict(zip(Mutant._fields, mutant[:3], strict=False)) | {"outcome": said, "by": by}
+    outcome_name = {"": "survived", "limit": "unfinished"}.get(by, "caught")
+    return dict(zip(Mutant._fields, mutant[:3], strict=False)) | {"outcome": outcome_name, "by": by}
 
 
 def main() -> int:
@@ -159,25 +166,25 @@ def main() -> int:
     parser.add_argument("--tests", default="tests", help="run no others than those below")
     parser.add_argument("--limit", type=float, default=600, help="seconds for a mutant: 600")
     parser.add_argument("--marks", default="not slow and not horovod", help="as pytest's -m")
-    given, root = parser.parse_args(), changed_tests.ROOT
-    found = [it for path in given.paths for it in (root / path, *(root / path).rglob("*"))]
-    files = sorted({it for it in found if it.suffix == ".py"})
-    given.log.touch()
-    rows = [json.loads(line) for line in given.log.read_text(encoding="utf-8").splitlines()]
-    done = {(it["file"], it["line"], it["change"]): it for it in rows}
-    mutants = drawn(files, given.number, given.seed, root)
+    options, root = parser.parse_args(), changed_tests.ROOT
+    paths = [path for path in options.paths for path in (root / path, *(root / path).rglob("*"))]
+    files = sorted({path for path in paths if path.suffix == ".py"})
+    options.log.touch()
+    rows = [json.loads(line) for line in options.log.read_text(encoding="utf-8").splitlines()]
+    done = {(row["file"], row["line"], row["change"]): row for row in rows}
+    mutants = drawn(files, options.number, options.seed, root)
     known = changed_tests.sources()
     users, names = changed_tests.users_of(known), {path: name for name, path in known.items()}
     counts: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as folder, given.log.open("a", encoding="utf-8") as log:
+    with tempfile.TemporaryDirectory() as folder, options.log.open("a", encoding="utf-8") as log:
         hidden = shutil.ignore_patterns(".git", ".venv", ".cache", ".*_cache", "__pycache__")
         shutil.copytree(root, tree := Path(folder) / "tree", ignore=hidden)
         for mutant in mutants:
             if (row := done.get(mutant[:3])) is None:
                 tests = changed_tests.concerned([mutant.file], known, users)
-                tests = [it for it in tests if it.startswith(given.tests)]
+                tests = [test for test in tests if test.startswith(options.tests)]
                 rounds = rounds_of(tests, users, names[root / mutant.file])
-                row = outcome(tree, mutant, rounds, given.marks, given.limit)
+                row = outcome(tree, mutant, rounds, options.marks, options.limit)
                 print(json.dumps(row), file=log, flush=True)
             counts[row["outcome"]] += 1
             print(f"{row['outcome']:10} {mutant.file}:{mutant.line}: {mutant.change}", flush=True)

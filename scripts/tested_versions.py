@@ -43,24 +43,28 @@ print(json.dumps({"python": platform.python_version(), "torch": torch.__version_
 """
 
 
-def counts(said: str) -> dict[str, int]:
+def counts(output: str) -> dict[str, int]:
     r"""How many tests ended how, from pytest's closing line.
 
     >>> counts("...\n== 2 failed, 10 passed, 3 skipped, 4 deselected, 1 error in 9.1s ==")
     {'passed': 10, 'failed': 3, 'skipped': 3}
     """
     closing = next(
-        (line for line in reversed(said.splitlines()) if re.search(r" in [\d.]+s", line)), ""
+        (line for line in reversed(output.splitlines()) if re.search(r" in [\d.]+s", line)), ""
     )
-    found = {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", closing)}
-    failed = found.get("failed", 0) + found.get("error", 0) + found.get("errors", 0)
-    return {"passed": found.get("passed", 0), "failed": failed, "skipped": found.get("skipped", 0)}
+    numbers = {word: int(number) for number, word in re.findall(r"(\d+) ([a-z]+)", closing)}
+    failed = numbers.get("failed", 0) + numbers.get("error", 0) + numbers.get("errors", 0)
+    return {
+        "passed": numbers.get("passed", 0),
+        "failed": failed,
+        "skipped": numbers.get("skipped", 0),
+    }
 
 
 def tested(python: Path, arguments: list[str]) -> dict[str, Any]:
     """A row of one interpreter."""
-    said = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True)
-    row: dict[str, Any] = json.loads(said.stdout.splitlines()[-1])
+    printed = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True)
+    row: dict[str, Any] = json.loads(printed.stdout.splitlines()[-1])
     command = [str(python), "-m", "pytest", *arguments]
     print(f"== {row}: {' '.join(command)}", flush=True)
     began = time.monotonic()
@@ -85,7 +89,7 @@ def tested(python: Path, arguments: list[str]) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows in Markdown."""
-    ordered = sorted(rows, key=lambda it: (it["torch"], it["python"]), reverse=True)
+    ordered = sorted(rows, key=lambda row: (row["torch"], row["python"]), reverse=True)
     lines = [list(HEAD), ["---"] * len(HEAD)]
     lines += [[str(row[name.lower()]) for name in HEAD] for row in ordered]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -110,7 +114,7 @@ def main(argv: list[str]) -> int:
     for python in args.pythons:
         row = tested(python, shlex.split(args.pytest))
         same = ("python", "torch", "tensorflow")
-        rows = [it for it in rows if any(it[key] != row[key] for key in same)] + [row]
+        rows = [other for other in rows if any(other[key] != row[key] for key in same)] + [row]
         RESULT.write_text(json.dumps(rows, indent=1) + "\n")
     write(rows)
     return 0

@@ -37,11 +37,11 @@ def main() -> int:
         plan = str(Path(folder, "plan.json"))
         limits = ["--budget", "90%", "--time-limit", "5", "--quiet", "--json"]
         for words in (["plan", "alexnet", *limits, "-o", plan], ["check", "alexnet", plan]):
-            made = subprocess.run(
+            process = subprocess.run(
                 [sys.executable, "-m", "sn_cli", "memory", *words], capture_output=True, text=True,
                 cwd=folder,
             )  # fmt: skip
-            assert made.returncode == 0, made.stderr
+            assert process.returncode == 0, process.stderr
             print(f"sn memory {words[0]}: exit 0")
     print(json.dumps({"python": sys.version.split()[0], "version": sn_compress.__version__}))
     return 0

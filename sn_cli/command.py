@@ -50,15 +50,15 @@ Run = Callable[[argparse.Namespace], Answer]
 
 def add_command(commands: Any, name: str, run: Run, **words: str) -> argparse.ArgumentParser:
     """Add a command to a group; every one of them takes --json."""
-    made: argparse.ArgumentParser = commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=words["help"],
         description=words.get("description", words["help"].capitalize() + "."),
         epilog=words.get("epilog"),
     )
-    made.add_argument("--json", action="store_true", help="answer as JSON on standard output")
-    made.set_defaults(run=run)
-    return made
+    parser.add_argument("--json", action="store_true", help="answer as JSON on standard output")
+    parser.set_defaults(run=run)
+    return parser
 
 
 def positive(text: str) -> float:

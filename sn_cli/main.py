@@ -77,17 +77,17 @@ def script() -> None:
 
 def parser() -> argparse.ArgumentParser:
     """All commands and their flags."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="sn",
         description="Gradients in fewer bytes on the wire, training in fewer bytes held.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--version", action="version", version=_versions())
-    groups = made.add_subparsers(required=True, metavar="compress|memory")
+    parser.add_argument("--version", action="version", version=_versions())
+    groups = parser.add_subparsers(required=True, metavar="compress|memory")
     add_compress(groups)
     add_memory(groups)
-    return made
+    return parser
 
 
 def _versions() -> str:
@@ -96,7 +96,9 @@ def _versions() -> str:
 
 def _numbers(error: BudgetError | CapacityError) -> dict[str, object]:
     kept = {name: value for name, value in vars(error).items() if not name.startswith("_")}
-    return {name: it for name, it in kept.items() if isinstance(it, int | float | str | None)}
+    return {
+        name: value for name, value in kept.items() if isinstance(value, int | float | str | None)
+    }
 
 
 def _of_file(error: OSError) -> str:

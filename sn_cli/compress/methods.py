@@ -20,8 +20,8 @@ def add_methods(commands: Any) -> None:
 def _methods(options: argparse.Namespace) -> Answer:
     rows: list[dict[str, Any]] = []
     for name, entry in sorted(registry.CODECS.items()):
-        made = getattr(import_module(entry.module, registry.__package__), entry.cls)
-        settings = [key for key in made.__init__.__kwdefaults__ if key not in entry.settings]
+        codec_class = getattr(import_module(entry.module, registry.__package__), entry.cls)
+        settings = [key for key in codec_class.__init__.__kwdefaults__ if key not in entry.settings]
         presets = {key: preset.source for key, preset in entry.presets.items()}
         rows.append({"name": name, "settings": settings, "presets": presets})
     text = "\n".join(

@@ -133,8 +133,8 @@ def _predict(args: argparse.Namespace) -> Answer:
             host=host,
         )
 
-    found = at(ranks)
-    text, data = f"{args.model}: {found.table()}\n{_codec_line(rates)}", {}
+    prediction = at(ranks)
+    text, data = f"{args.model}: {prediction.table()}\n{_codec_line(rates)}", {}
     if args.nodes is not None:
         grown = []
         for many in _sizes(link.gpus):
@@ -154,7 +154,7 @@ def _predict(args: argparse.Namespace) -> Answer:
     elif args.plot:
         _map(args, model, link, settings, rates, host)
         text += f"\n{args.plot}: up to {MOST_GPUS:,} GPUs"
-    return Answer(text, _data(args.model, found, rates) | data)
+    return Answer(text, _data(args.model, prediction, rates) | data)
 
 
 def _link(args: argparse.Namespace) -> Link:
@@ -221,7 +221,7 @@ def _grown_table(grown: Sequence[dict[str, Any]]) -> str:
     return text_table(head, cells)
 
 
-def _data(model: str, found: Prediction, rates: Rates) -> dict[str, Any]:
+def _data(model: str, prediction: Prediction, rates: Rates) -> dict[str, Any]:
     rows = [
         {
             "method": row.method,
@@ -235,13 +235,13 @@ def _data(model: str, found: Prediction, rates: Rates) -> dict[str, Any]:
             "break_even_fp16_gbit": row.break_even_fp16_gbit,
             "tensors": row.tensors,
         }
-        for row in found.rows
+        for row in prediction.rows
     ]
     return {
         "model": model,
-        "elements": found.elements,
-        "ranks": found.ranks,
-        "link": asdict(found.link),
+        "elements": prediction.elements,
+        "ranks": prediction.ranks,
+        "link": asdict(prediction.link),
         "rates": asdict(rates),
         "methods": rows,
     }
@@ -292,12 +292,12 @@ def _map(
             )  # fmt: skip
             for y, gbit in enumerate(MAPPED_GBIT):
                 through = replace(link, bytes_per_s=gbit * 1e9 / 8)
-                found = _fastest(args, routes, ranks, through, host)
-                best = found["fastest"]
+                fastest = _fastest(args, routes, ranks, through, host)
+                best = fastest["fastest"]
                 seen.add(best)
                 box = plt.Rectangle((x - 0.5, y - 0.5), 1, 1, color=_COLOURS[best], linewidth=0)
                 panel.add_patch(box)
-                times = found["plain_s"] / found["step_s"]
+                times = fastest["plain_s"] / fastest["step_s"]
                 panel.text(x, y, f"{times:.3g}", ha="center", va="center", size=9, color="white")
         panel.set(xlim=(-0.5, len(sizes) - 0.5), ylim=(-0.5, len(MAPPED_GBIT) - 0.5))
         panel.set_xticks(range(len(sizes)), [f"{ranks:,}" for ranks in sizes])
@@ -314,11 +314,11 @@ def _map(
     plt.close(figure)
 
 
-def _plot(args: argparse.Namespace, found: Sequence[Prediction]) -> None:
+def _plot(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for method in (*METHODS, "auto"):
-        seconds = [1e3 * result.row(method).step.seconds for result in found]
+        seconds = [1e3 * result.row(method).step.seconds for result in predictions]
         axes.plot(
             PLOTTED_RANKS,
             seconds,

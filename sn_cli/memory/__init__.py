@@ -14,8 +14,8 @@ from .report import add_report
 
 def add_memory(groups: Any) -> None:
     """Add the group to those of `sn`."""
-    said = "what a training step holds in memory: estimated, planned, checked, shown"
-    group = groups.add_parser("memory", help=said, description=f"{said.capitalize()}.")
+    summary = "what a training step holds in memory: estimated, planned, checked, shown"
+    group = groups.add_parser("memory", help=summary, description=f"{summary.capitalize()}.")
     commands = group.add_subparsers(required=True, metavar="estimate|export|plan|check|report|pack")
     add_estimate(commands)
     add_export(commands)

@@ -14,9 +14,11 @@ from .graphs import GRAPH_HELP, read_graph
 
 def add_check(commands: Any) -> None:
     """Add the command to its group."""
-    it = add_command(commands, "check", _check, help="replay a plan; does it hold what it says?")
-    it.add_argument("graph", help=GRAPH_HELP)
-    it.add_argument("plan", help="plan file")
+    parser = add_command(
+        commands, "check", _check, help="replay a plan; does it hold what it says?"
+    )
+    parser.add_argument("graph", help=GRAPH_HELP)
+    parser.add_argument("plan", help="plan file")
 
 
 def _check(options: argparse.Namespace) -> Answer:

@@ -15,7 +15,7 @@ from sn_memory.cost.devices import DEVICES, is_here
 
 from ..command import Answer, add_command, picture_file, positive
 from .fit_picture import save_fits
-from .naming import MODEL_HELP, Given, GraphBinding, read_model
+from .naming import MODEL_HELP, GraphBinding, TrainingSetup, read_model
 
 _BY_NAME = "sn_memory.torch.by_name"
 _OPTIMIZERS = ("sgd", "adam", "adamw", "adagrad", "rmsprop", "adafactor")
@@ -27,45 +27,47 @@ _CATEGORIES = (
 
 def add_estimate(commands: Any) -> None:
     """Add the command to its group."""
-    it = add_command(
+    parser = add_command(
         commands,
         "estimate",
         _estimate,
         help="what a training step of a model holds; does it fit?",
         epilog="exit code 1: it does not fit into --budget, or on --device",
     )
-    it.add_argument("model", help=MODEL_HELP)
-    it.add_argument("--budget", help='bytes, or "6GiB": does a step fit, and what batch does?')
-    it.add_argument(
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("--budget", help='bytes, or "6GiB": does a step fit, and what batch does?')
+    parser.add_argument(
         "--device",
         help=f"a device that is not here ({', '.join(DEVICES)}): the largest batch that fits, in "
         "each way to train; predicted, not measured",
     )
-    it.add_argument("--optimizer", choices=_OPTIMIZERS, help="its state counts; torch's")
-    it.add_argument("--batch", type=_span, help="as 8; with --device 1..512 (default)")
-    it.add_argument(
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="its state counts; torch's")
+    parser.add_argument("--batch", type=_span, help="as 8; with --device 1..512 (default)")
+    parser.add_argument(
         "--sequence", type=_powers, help="as 1024, or 128..8192: each power of two between"
     )
-    it.add_argument(
+    parser.add_argument(
         "--cards", type=_powers, default=[1], help="as 8, or 1..8: on so many, under FSDP2"
     )
-    it.add_argument("--dtype", choices=_DTYPES, help="of the parameters; default: their own")
-    it.add_argument("--amp", action="store_true", help="autocast to bf16 (with --dtype fp16, fp16)")
-    it.add_argument(
+    parser.add_argument("--dtype", choices=_DTYPES, help="of the parameters; default: their own")
+    parser.add_argument(
+        "--amp", action="store_true", help="autocast to bf16 (with --dtype fp16, fp16)"
+    )
+    parser.add_argument(
         "--state",
         choices=("host",),
         help="also with the optimizer's state, and the parameters, on the host of --device",
     )
-    it.add_argument(
+    parser.add_argument(
         "--host-speed",
         type=positive,
         default=100.0,
         metavar="GB/S",
         help="what the memory of that host moves, for updates that it makes (default 100, assumed)",
     )
-    it.add_argument("--time-limit", type=float, default=5.0, help="seconds a plan (default 5)")
-    it.add_argument("--picture", type=picture_file, help="a PNG of the table")
-    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a plan (default 5)")
+    parser.add_argument("--picture", type=picture_file, help="a PNG of the table")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
 def _estimate(options: argparse.Namespace) -> Answer:
@@ -79,35 +81,30 @@ def _estimate(options: argparse.Namespace) -> Answer:
             "got --state without --device; expected the name of a device of the table, for which "
             "this command predicts. On this machine use `sn_memory.torch.plan(..., state='host')`."
         )
-    if options.picture is not None:
-        raise PlanError(
-            "got --picture without --device, whose table is the picture. Pass --device."
-        )
-    for flag, default in (("cards", [1]), ("amp", False)):
-        if getattr(options, flag) != default:
-            raise PlanError(f"got --{flag} without --device, for which alone it is computed.")
+    _refuse(options, ("picture",), "without --device, whose table is the picture. Pass --device.")
+    _refuse(options, ("cards", "amp"), "without --device, for which alone it is computed.")
     budget = None if options.budget is None else parse_bytes(options.budget)
     length = options.sequence[0] if options.sequence else None
-    given = _given(named, options, options.batch[0] if options.batch else 1, length)
-    optimizer = _optimizer(options, given)
+    setup = _setup(named, options, options.batch[0] if options.batch else 1, length)
+    optimizer = _optimizer(options, setup)
     with progress_output(not options.quiet):
-        found = given.rim.estimate(given.model, given.sample, optimizer=optimizer)
+        estimated = setup.rim.estimate(setup.model, setup.sample, optimizer=optimizer)
     data: dict[str, Any] = {
-        f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
+        f"{name}_bytes": int(getattr(estimated, f"{name}_bytes")) for name in _CATEGORIES
     }
-    data |= {"peak_op": found.peak_op, "batch": found.batch}
+    data |= {"peak_op": estimated.peak_op, "batch": estimated.batch}
     if budget is None:
-        return Answer(str(found), data)
-    fits = found.peak_bytes <= budget
+        return Answer(str(estimated), data)
+    fits = estimated.peak_bytes <= budget
     data |= {"budget_bytes": budget, "fits": fits}
-    of = f"{show_bytes(found.peak_bytes)} of {show_bytes(budget)}"
-    said = f"yes: a step holds {of}"
+    of = f"{show_bytes(estimated.peak_bytes)} of {show_bytes(budget)}"
+    verdict = f"yes: a step holds {of}"
     if not fits:
-        said = (
+        verdict = (
             f"no: a step would hold {of}. A plan needs less: run `sn memory export`, then `sn "
             "memory plan`, to see how much"
         )
-    return Answer(f"{found}\n{said}", data, yes=fits)
+    return Answer(f"{estimated}\n{verdict}", data, yes=fits)
 
 
 def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
@@ -129,27 +126,31 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
         )
     if first.rim.__name__ != "sn_memory.torch":
         _check_flags_of_keras(named, options)
-        found = first.rim.estimate(
+        estimated = first.rim.estimate(
             first.model,
             first.sample,
             optimizer=_optimizer(options, first),
             device=options.device,
         )
         data: dict[str, Any] = {
-            f"{name}_bytes": int(getattr(found, f"{name}_bytes")) for name in _CATEGORIES
+            f"{name}_bytes": int(getattr(estimated, f"{name}_bytes")) for name in _CATEGORIES
         }
-        data |= {"device": found.device, "room_bytes": found.room_bytes, "seconds": found.seconds}
-        text = str(found)
+        data |= {
+            "device": estimated.device,
+            "room_bytes": estimated.room_bytes,
+            "seconds": estimated.seconds,
+        }
+        text = str(estimated)
         if "batch" in named.sizes:
             data["batch"] = batches[0]
             text += f"\nThe batch is {batches[0]}; --batch asks for another."
-        return Answer(text, data | {"notes": list(found.notes)}, yes=found.fits())
+        return Answer(text, data | {"notes": list(estimated.notes)}, yes=estimated.fits())
     rim, dtypes = import_module("sn_memory.torch.fit"), import_module(_BY_NAME).DTYPES
     cast = dtypes["fp16" if options.dtype == "fp16" else "bf16"] if options.amp else None
 
     def make(batch: int, length: int | None) -> tuple[Any, Any]:
-        given = _given(named, options, batch, length)
-        return given.model, given.sample
+        setup = _setup(named, options, batch, length)
+        return setup.model, setup.sample
 
     with progress_output(not options.quiet):
         fits = [
@@ -177,29 +178,28 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
     )
 
 
-def _given(
+def _setup(
     named: GraphBinding, options: argparse.Namespace, batch: int, length: int | None
-) -> Given:
+) -> TrainingSetup:
     """Return the model and a sample of a batch, which is resized if its function takes none."""
-    given = named.at(batch=batch, sequence=length)
-    if given.rim.__name__ != "sn_memory.torch":
+    setup = named.at(batch=batch, sequence=length)
+    if setup.rim.__name__ != "sn_memory.torch":
         _check_flags_of_keras(named, options)
-        return given
+        return setup
     if options.dtype is not None:
-        given.model.to(import_module(_BY_NAME).DTYPES[options.dtype])
+        setup.model.to(import_module(_BY_NAME).DTYPES[options.dtype])
     if "batch" not in named.sizes and (options.device or options.batch):
         resized = import_module("sn_memory.torch.estimate").resized
-        given = given._replace(sample=resized(given.sample, batch))
-    return given
+        setup = setup._replace(sample=resized(setup.sample, batch))
+    return setup
 
 
 def _check_flags_of_keras(named: GraphBinding, options: argparse.Namespace) -> None:
     """Raise PlanError for flags that would be ignored where the model is one of Keras."""
     if options.batch and "batch" not in named.sizes:
         raise PlanError(f"got --batch, but {named.named} has no parameter `batch`. Add one.")
-    for flag, default in (("cards", [1]), ("dtype", None), ("amp", False), ("picture", None)):
-        if getattr(options, flag) != default:
-            raise PlanError(f"got --{flag} for a Keras model, where nothing computes it.")
+    flags = ("cards", "dtype", "amp", "picture")
+    _refuse(options, flags, "for a Keras model, where nothing computes it.")
     low, high = options.batch or (1, 1)
     if low < high or len(options.sequence or ()) > 1:
         raise PlanError(
@@ -208,19 +208,26 @@ def _check_flags_of_keras(named: GraphBinding, options: argparse.Namespace) -> N
         )
 
 
-def _optimizer(options: argparse.Namespace, given: Given) -> Any:
+def _refuse(options: argparse.Namespace, flags: Sequence[str], why: str) -> None:
+    """Raise PlanError where one of the flags is set."""
+    for flag in flags:
+        if getattr(options, flag) not in (None, False, [1]):
+            raise PlanError(f"got --{flag} {why}")
+
+
+def _optimizer(options: argparse.Namespace, setup: TrainingSetup) -> Any:
     if options.optimizer is None:
-        return given.optimizer
-    if given.rim.__name__ != "sn_memory.torch":
+        return setup.optimizer
+    if setup.rim.__name__ != "sn_memory.torch":
         return options.optimizer
     return import_module(_BY_NAME).optimizer_of(options.optimizer)
 
 
 def _numbers(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
-    if found is None or not int(found[1]) or int(found[2] or found[1]) < int(found[1]):
+    match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
+    if match is None or not int(match[1]) or int(match[2] or match[1]) < int(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, or two as 1..8")
-    return int(found[1]), int(found[2] or found[1])
+    return int(match[1]), int(match[2] or match[1])
 
 
 def _span(text: str) -> tuple[int, int]:
@@ -231,7 +238,7 @@ def _span(text: str) -> tuple[int, int]:
 def _powers(text: str) -> Sequence[int]:
     """A number; or two, and the first doubled as often as it stays below the second."""
     low, high = _numbers(text)
-    found = [low]
-    while found[-1] * 2 <= high:
-        found.append(found[-1] * 2)
-    return found if found[-1] == high else [*found, high]
+    powers = [low]
+    while powers[-1] * 2 <= high:
+        powers.append(powers[-1] * 2)
+    return powers if powers[-1] == high else [*powers, high]

@@ -15,29 +15,29 @@ from .naming import MODEL_HELP, read_model
 
 def add_export(commands: Any) -> None:
     """Add the command to its group."""
-    it = add_command(
+    parser = add_command(
         commands, "export", _export, help="write the graph of a model's training step from a script"
     )
-    it.add_argument("model", help=MODEL_HELP)
-    it.add_argument("-o", "--output", type=output_file, required=True, help="the graph file")
-    it.add_argument(
+    parser.add_argument("model", help=MODEL_HELP)
+    parser.add_argument("-o", "--output", type=output_file, required=True, help="the graph file")
+    parser.add_argument(
         "--times",
         choices=("measured", "computed"),
         default="measured",
         help="of ops: timed here (default), or computed from bytes and flops, which takes no time",
     )
-    it.add_argument("--device", help="a device of the table that it is to run on, as h100")
-    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--device", help="a device of the table that it is to run on, as h100")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
 def _export(options: argparse.Namespace) -> Answer:
-    given = read_model(options.model).at()
+    setup = read_model(options.model).at()
     with progress_output(not options.quiet):
-        traced = given.rim.trace(
-            given.model,
-            given.sample,
+        traced = setup.rim.trace(
+            setup.model,
+            setup.sample,
             profile=options.times == "measured",
-            optimizer=given.optimizer,
+            optimizer=setup.optimizer,
             device=options.device,
         )
     graph = traced.graph

@@ -38,7 +38,7 @@ _RIMS = {
 }
 
 
-class Given(NamedTuple):
+class TrainingSetup(NamedTuple):
     """A model, its input, its optimizer or None, and what reads models of its library."""
 
     model: Any
@@ -64,22 +64,24 @@ class GraphBinding:
         self.named, self.sizes = named, sizes
         self._make = make
 
-    def at(self, **sizes: int | None) -> Given:
+    def at(self, **sizes: int | None) -> TrainingSetup:
         """Return the model and its sample; PlanError says what they should have been."""
         wanted = {
             key: size for key, size in sizes.items() if size is not None and key in self.sizes
         }
         with _of_user(self.named):
-            found = self._make(**wanted)
-        if not isinstance(found, tuple) or len(found) not in (2, 3):
+            returned = self._make(**wanted)
+        if not isinstance(returned, tuple) or len(returned) not in (2, 3):
             raise PlanError(
-                f"{self.named} returned a {type(found).__name__}, expected a tuple (model, sample) "
-                "or (model, sample, optimizer)."
+                f"{self.named} returned a {type(returned).__name__}, expected a tuple (model, "
+                "sample) or (model, sample, optimizer)."
             )
-        model, sample, *optimizer = found
+        model, sample, *optimizer = returned
         for base in type(model).__mro__:
             if rim := _RIMS.get(base.__module__.partition(".")[0]):
-                return Given(model, sample, optimizer[0] if optimizer else None, import_module(rim))
+                return TrainingSetup(
+                    model, sample, optimizer[0] if optimizer else None, import_module(rim)
+                )
         raise PlanError(
             f"{self.named} returned a {type(model).__name__} as model, expected a torch module or "
             "a Keras model."
@@ -97,9 +99,9 @@ def read_model(named: str) -> GraphBinding:
     known = _names_of_module(path) if known is None else known
     make = known.get(name)
     if not callable(make):
-        made = sorted(key for key, it in known.items() if callable(it) and key[0] != "_")
+        functions = sorted(key for key, value in known.items() if callable(value) and key[0] != "_")
         raise PlanError(
-            f"{path} has no function {name}; it has {', '.join(made) or 'none'}. The function "
+            f"{path} has no function {name}; it has {', '.join(functions) or 'none'}. The function "
             "returns (model, sample)."
         )
     taken = frozenset(inspect.signature(make).parameters) & {"batch", "sequence"}
@@ -138,8 +140,8 @@ def _names_of_module(path: str) -> dict[str, Any]:
         raise PlanError(f"there is no file {path}; {_EXPECTED}")
     sys.path.insert(0, "")
     try:
-        found = util.find_spec(path)
-        if found is None:
+        spec = util.find_spec(path)
+        if spec is None:
             raise PlanError(f"there is no file and no module {path}; {_EXPECTED}")
         with _of_user(path):
             return vars(import_module(path))

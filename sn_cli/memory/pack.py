@@ -15,7 +15,7 @@ from ..command import Answer, add_command, output_file
 
 def add_pack(commands: Any) -> None:
     """Add the command to its group."""
-    it = add_command(
+    parser = add_command(
         commands,
         "pack",
         _pack,
@@ -23,13 +23,13 @@ def add_pack(commands: Any) -> None:
         epilog="exit code 1: no packing within --capacity was found; the message states whether "
         "one can exist",
     )
-    it.add_argument("buffers", help="CSV file: id,lower,upper,size and perhaps alignment")
-    it.add_argument("--capacity", help='bytes, or "1MiB"; without it as few as can be found')
-    it.add_argument(
+    parser.add_argument("buffers", help="CSV file: id,lower,upper,size and perhaps alignment")
+    parser.add_argument("--capacity", help='bytes, or "1MiB"; without it as few as can be found')
+    parser.add_argument(
         "-o", "--output", type=output_file, help="where the same rows go, with their offsets"
     )
-    it.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
-    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
 def _pack(options: argparse.Namespace) -> Answer:

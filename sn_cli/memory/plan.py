@@ -22,48 +22,50 @@ from .graphs import GRAPH_HELP, read_graph
 
 def add_plan(commands: Any) -> None:
     """Add the command to its group."""
-    it = add_command(
+    parser = add_command(
         commands,
         "plan",
         _plan,
         help="plan a graph within a budget of bytes",
         epilog="exit code 1: no plan keeps the budget; the smallest peak found is printed",
     )
-    it.add_argument("graph", help=GRAPH_HELP)
-    it.add_argument(
+    parser.add_argument("graph", help=GRAPH_HELP)
+    parser.add_argument(
         "--budget",
         help='bytes, "4GiB", or "60%%" (0.6) of the graph\'s own peak; else the room of --device',
     )
-    it.add_argument(
+    parser.add_argument(
         "--device", help="speeds of a device of the table, as h100, in place of the graph's own"
     )
-    it.add_argument(
+    parser.add_argument(
         "-o", "--output", type=output_file, help="where the plan goes; without it only a summary"
     )
-    it.add_argument(
+    parser.add_argument(
         "--planner", default="auto", choices=["auto", *planner_names()], help="default: auto"
     )
-    it.add_argument(
+    parser.add_argument(
         "--techniques", default=",".join(TECHNIQUES), help="what auto may do (default %(default)s)"
     )
-    it.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
-    it.add_argument("--deterministic", action="store_true", help="count work in place of seconds")
-    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
+    parser.add_argument(
+        "--deterministic", action="store_true", help="count work in place of seconds"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
 def _plan(options: argparse.Namespace) -> Answer:
     graph, budget = read_graph(options.graph), options.budget
     if options.device is not None:
-        there = named(options.device)
+        spec = named(options.device)
         graph = Graph(
             graph.storages,
             graph.ops,
             name=graph.name,
-            device=there.device(),
+            device=spec.device(),
             allocator=graph.allocator,
             aliases=graph.aliases,
         )
-        budget = there.usable_bytes if budget is None else budget
+        budget = spec.usable_bytes if budget is None else budget
     if budget is None:
         raise PlanError(
             "got neither --budget nor --device; expected bytes, or a device whose "

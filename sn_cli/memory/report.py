@@ -16,21 +16,23 @@ from .graphs import GRAPH_HELP, read_graph
 
 def add_report(commands: Any) -> None:
     """Add the command to its group."""
-    it = add_command(commands, "report", _report, help="tables and pictures of a plan")
-    it.add_argument("graph", help=GRAPH_HELP)
-    it.add_argument("plan", help="plan file")
-    it.add_argument(
+    parser = add_command(commands, "report", _report, help="tables and pictures of a plan")
+    parser.add_argument("graph", help=GRAPH_HELP)
+    parser.add_argument("plan", help="plan file")
+    parser.add_argument(
         "-o", "--output", type=page_file, help="HTML page to write; it needs no other file"
     )
-    it.add_argument("--png", type=picture_file, help="picture to write")
-    it.add_argument(
+    parser.add_argument("--png", type=picture_file, help="picture to write")
+    parser.add_argument(
         "--against",
         default="all",
         help="planners to compare with, for the same budget: names with commas, all (default), or "
         "none",
     )
-    it.add_argument("--rows", type=int, default=40, help="decisions on the terminal (default 40)")
-    it.add_argument("--quiet", action="store_true", help="no progress on standard error")
+    parser.add_argument(
+        "--rows", type=int, default=40, help="decisions on the terminal (default 40)"
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
 def _report(options: argparse.Namespace) -> Answer:
@@ -39,14 +41,14 @@ def _report(options: argparse.Namespace) -> Answer:
     with progress_output(not options.quiet):
         others = _planned(graph, plan, names)
     try:
-        made = report(graph, plan, others=others)
+        plan_report = report(graph, plan, others=others)
     except PlanError as wrong:
         return Answer(f"no: {wrong}", {"why": str(wrong)}, yes=False)
     if options.output is not None:
-        made.write_html(options.output)
+        plan_report.write_html(options.output)
     if options.png is not None:
-        made.write_png(options.png)
-    return Answer(made.text(rows=options.rows).rstrip("\n"), _data(made))
+        plan_report.write_png(options.png)
+    return Answer(plan_report.text(rows=options.rows).rstrip("\n"), _data(plan_report))
 
 
 def _planned(graph: Graph, plan: Plan, names: list[str]) -> list[Plan]:
@@ -57,7 +59,7 @@ def _planned(graph: Graph, plan: Plan, names: list[str]) -> list[Plan]:
     return others
 
 
-def _data(made: Report) -> dict[str, Any]:
+def _data(plan_report: Report) -> dict[str, Any]:
     def row(plan: Plan) -> dict[str, Any]:
         return {
             "planner": plan.planner,
@@ -68,12 +70,15 @@ def _data(made: Report) -> dict[str, Any]:
         }
 
     return {
-        "graph": made.graph.name,
-        "before": {"peak_bytes": made.before.peak_bytes, "peak_at": made.before.peak_at},
-        "after": {"peak_bytes": made.after.peak_bytes, "peak_at": made.after.peak_at},
-        "layers": [{"name": name, "bytes": size} for name, size in made.after.peak_layers],
-        "owners": [{"name": name, "bytes": size} for name, size in made.after.owners],
-        "reserved_peak_bytes": made.plan.reserved_peak_bytes,
+        "graph": plan_report.graph.name,
+        "before": {
+            "peak_bytes": plan_report.before.peak_bytes,
+            "peak_at": plan_report.before.peak_at,
+        },
+        "after": {"peak_bytes": plan_report.after.peak_bytes, "peak_at": plan_report.after.peak_at},
+        "layers": [{"name": name, "bytes": size} for name, size in plan_report.after.peak_layers],
+        "owners": [{"name": name, "bytes": size} for name, size in plan_report.after.owners],
+        "reserved_peak_bytes": plan_report.plan.reserved_peak_bytes,
         "decisions": [
             {
                 "storage": decision.storage,
@@ -82,9 +87,9 @@ def _data(made: Report) -> dict[str, Any]:
                 "seconds": decision.cost_s,
                 "reason": decision.reason,
             }
-            for decision in made.decisions
+            for decision in plan_report.decisions
         ],
-        "plans": [row(plan) for plan in (made.plan, *made.others)],
+        "plans": [row(plan) for plan in (plan_report.plan, *plan_report.others)],
     }
 
 

@@ -291,7 +291,7 @@ def bare(monkeypatch, tmp_path):
 
 def test_a_complete_toolkit_is_taken(tmp_path):
     root = toolkit(tmp_path / "cuda")
-    found, why = horovod_cuda.found("13.2", [tmp_path / "no such", root])
+    found, why = horovod_cuda.find_toolkit("13.2", [tmp_path / "no such", root])
     assert (found.root, found.version) == (root, "13.0")
     # A wrong CUDA_HOME must not go unsaid.
     assert why == [f"{tmp_path}/no such is not there"]
@@ -311,10 +311,10 @@ def test_an_incomplete_or_older_toolkit_is_passed_over_with_the_reason(tmp_path)
     for at, (lack, *_) in enumerate(horovod_cuda.NEEDED):
         folders.append(toolkit(tmp_path / f"lacks {at}", without=[lack]))
         reasons.append(lack)
-    found, why = horovod_cuda.found("13.2", [*folders, new])
+    found, why = horovod_cuda.find_toolkit("13.2", [*folders, new])
     assert found.root == new
     assert all(said in line for said, line in zip(reasons, why, strict=True))
-    assert horovod_cuda.found("13.2", folders)[0] is None
+    assert horovod_cuda.find_toolkit("13.2", folders)[0] is None
 
 
 def test_the_root_of_a_wrapper_is_not_its_folder(tmp_path, monkeypatch, bare):

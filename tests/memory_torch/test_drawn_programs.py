@@ -19,7 +19,7 @@ FUZZ = Path(__file__).resolve().parents[2] / "fuzz"
 @pytest.fixture(params=["programs", "ranks"])
 def script(request, monkeypatch):
     monkeypatch.syspath_prepend(str(FUZZ))
-    names = ("modules", "programs", "ranks", "runner")
+    names = ("loops", "modules", "programs", "ranks", "runner")
     before = {name: sys.modules.pop(name) for name in names if name in sys.modules}
     yield importlib.import_module(request.param)
     for name in names:

@@ -16,15 +16,15 @@ from horovod_target import Target, cuda_of, toolkit
 BUILT: Final = "built.json"
 
 
-def cuda_said(target: Target) -> str:
+def describe_cuda(target: Target) -> str:
     """Return where CUDA comes from, or why it is left out."""
     if not target.gpu:
         return f"no, {target.why_no_gpu()}"
-    there, why = toolkit(target)
+    cuda, why = toolkit(target)
     passed_over = f"; passed over: {'; '.join(why)}" if why else ""
     kinds = f", for sm_{' sm_'.join(target.arches)}" if target.arches else ""
-    if there:
-        return f"yes, CUDA {there.version} at {there.root}{kinds}{passed_over}"
+    if cuda:
+        return f"yes, CUDA {cuda.version} at {cuda.root}{kinds}{passed_over}"
     wheels = ", ".join(horovod_cuda.requirements(cuda_of(target) or ""))
     return f"yes, with a toolkit of wheels for this build: {wheels}{kinds}{passed_over}"
 
@@ -35,7 +35,7 @@ def describe(target: Target, edits: tuple[Edit, ...]) -> str:
     lines = [
         f"Horovod {VERSION} for Python {target.python}: {target.frameworks or 'no framework'}",
         f"compiler: {target.compiler}",
-        f"NCCL: {cuda_said(target)}",
+        f"NCCL: {describe_cuda(target)}",
         f"C++ standard: {target.standard}{asked}",
         f"MPI: {target.mpi or 'no, mpirun and mpicxx not both found'}",
         f"edits: {', '.join(edit.name for edit in edits)}",
