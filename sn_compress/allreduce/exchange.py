@@ -189,55 +189,54 @@ class AllReduceExchange:
         ranks: int,
         rank: int | None,
     ) -> Rounds:
-        nbytes, like, first = 0, gradients[0].values, self.tensors[names[0]]
-        words: Array | None
-        step: _Step | None = None
-        voted: Sequence[Tensor] | None = None
+        like, first = gradients[0].values, self.tensors[names[0]]
+        nbytes = 0
         with self._seconds.coding():
             xp = namespace(like)
             # Views of the gradients if they are float32; others are written back at the end.
             means = [numpy_view(xp.astype(g.values, xp.float32, copy=False)) for g in gradients]
             late = not on_host(means[0])
         try:
-            with self._seconds.coding():
-                vectors = means
-                # Sizes were proposed: the words of gradients wait until ranks have agreed on them.
-                if new and rank is not None:
+            vectors = means
+            if new and rank is not None:
+                with self._seconds.coding():
                     if not late:
                         # Meanwhile the caller may write to its gradients.
                         vectors = [namespace(vector).asarray(vector, copy=True) for vector in means]
-                    words = encode_sizes(new, ranks=ranks, rank=rank)
-                    first.size_words = words.size
-                else:
-                    step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
-                    words = next(step.joint.rounds)
-            while words is not None:
-                if late and not nbytes and self._traffic is not None:
+                    own = encode_sizes(new, ranks=ranks, rank=rank)
+                    first.size_words = own.size
+                    nbytes += own.nbytes
+                (summed,) = yield [Collective("sum", asarray_like(own, like))]
+                with self._seconds.coding():
+                    shapes = {name: size.shape for name, size in new.items()}
+                    total = to_host(numpy_view(summed, INT32))
+                    new = decode_sizes(total, shapes, ranks=ranks)
+            with self._seconds.coding():
+                step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
+                words, result = next(step.joint.rounds), None
+                if late and self._traffic is not None:
                     # Of the last step, which has ended by now; at its end this would have waited.
                     for name in names:
                         self._traffic.lost(*self.lost(name))
+            while result is None:
                 nbytes += words.nbytes
                 (summed,) = yield [Collective("sum", asarray_like(words, like))]
                 with self._seconds.coding():
-                    total = numpy_view(summed, INT32)
-                    if step is None:
-                        shapes = {name: size.shape for name, size in new.items()}
-                        new = decode_sizes(to_host(total), shapes, ranks=ranks)
-                        step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
-                        words = next(step.joint.rounds)
-                    elif voted is None:
-                        try:
-                            words = step.joint.rounds.send(total)
-                        except StopIteration as ended:
-                            voted = self._end(step, ended.value)
-                            # In a step of a vote each rank has one for every small tensor.
-                            words = votes([self._outgrown(one) for one in voted]) if voted else None
-                            first.size_words += 0 if words is None else words.size
-                    else:
-                        outgrown = majority(to_host(total), len(voted))
-                        for tensor in compress(voted, outgrown):
-                            tensor.step = self.warmup - 1  # its next step is dense
-                        words = None
+                    try:
+                        words = step.joint.rounds.send(numpy_view(summed, INT32))
+                    except StopIteration as ended:
+                        result = ended.value
+            with self._seconds.coding():
+                voted = self._end(step, result)
+            if voted:
+                # In a step of a vote each rank has one for every small tensor.
+                ballot = votes([self._outgrown(one) for one in voted])
+                first.size_words += ballot.size
+                nbytes += ballot.nbytes
+                (summed,) = yield [Collective("sum", asarray_like(ballot, like))]
+                outgrown = majority(to_host(numpy_view(summed, INT32)), len(voted))
+                for tensor in compress(voted, outgrown):
+                    tensor.step = self.warmup - 1  # its next step is dense
             if self._pauses:
                 yield []
         finally:
