@@ -129,6 +129,7 @@ Method = Literal["plain", "fp16", "shared", "gather", "cast"]
 # "inside": to the owners in a node, or from them; its bytes are those of the one that owns most.
 Collective = Literal["allreduce", "allgather", "alltoall", "inside"]
 Rounds = tuple[tuple[Collective, int], ...]
+_Worker = Literal["codec", "link", "inside"]
 SLOWEST, FASTEST = 1e5, 1e13  # bytes per second, between which a break-even is sought
 
 
@@ -429,7 +430,7 @@ def step(
     forward = (1 - BACKWARD) * compute_s
     events = [Event("forward", None, 0.0, forward), Event("backward", None, forward, compute_s)]
     jobs = _buckets(routes)
-    passes = [_passes(route, ranks, link, host) for _, _, route in jobs]
+    stages = [_stages(route, ranks, link, host) for _, _, route in jobs]
     free = {"codec": 0.0, "link": 0.0, "inside": 0.0}
     waiting: list[tuple[float, int, int]] = []
     exchanged: list[tuple[float, int, int]] = []  # by nodes, until all buckets are
@@ -437,16 +438,10 @@ def step(
         share = (last + 1) / len(routes) if overlap else 1.0
         waiting.append((forward + share * (compute_s - forward), place, 0))
     heapq.heapify(waiting)
-    # First come, first served. Even stages of a bucket are its codec's, odd ones its rounds.
-    while waiting:
+    while waiting:  # first come, first served
         ready, place, stage = heapq.heappop(waiting)
         tensor, _, route = jobs[place]
-        what: Literal["codec", "link", "inside"] = "codec"
-        if stage % 2:
-            what = "inside" if route.rounds[stage // 2][0] == "inside" else "link"
-            seconds = passes[place][stage // 2]
-        else:
-            seconds = host.share * route.codec_s[stage // 2]
+        what, seconds = stages[place][stage]
         # Cards move bytes while cores encode; cores do one or the other: with both at once steps by
         # nodes came out at 0.78 of those measured (docs/decisions/0108).
         by = "codec" if what == "inside" and host.share > 1 else what
@@ -455,9 +450,9 @@ def step(
         if seconds:
             free[by] = end
             events.append(Event(what, tensor, start, end))
-        if route.by_nodes and stage + 2 == 2 * len(route.rounds):
+        if route.by_nodes and stage == len(stages[place]) - 3:  # its means are to be sent inside
             exchanged.append((end, place, stage + 1))
-        elif stage + 1 < len(route.rounds) + len(route.codec_s):
+        elif stage + 1 < len(stages[place]):
             heapq.heappush(waiting, (end, place, stage + 1))
         if exchanged and not waiting:
             all_there = max(exchanged)[0]
@@ -473,7 +468,7 @@ def step(
         seconds=max(busy, *(event.end for event in events)) + latencies,
         compute_s=compute_s,
         codec_s=codec_s,
-        exchange_s=latencies + sum(map(sum, passes)),
+        exchange_s=latencies + sum(s for job in stages for what, s in job if what != "codec"),
         cores_s=busy,
         wire_bytes=sum(route.wire_bytes(ranks, link.gpus) for route in routes),
         sent_bytes=sum(route.sent_bytes for route in routes),
@@ -491,6 +486,16 @@ def _passes(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
     """Return the seconds that the bytes of each round take, on the link or through the cores."""
     through = [transfer_s(*one) for one in route.on(ranks, link)]
     return list(map(max, through, _moves(route, ranks, link, host)))
+
+
+def _stages(route: Route, ranks: int, link: Link, host: Host) -> list[tuple[_Worker, float]]:
+    """Return what works on a bucket, and for how many seconds: the codec and rounds, in turn."""
+    stages: list[tuple[_Worker, float]] = [("codec", host.share * route.codec_s[0])]
+    passes = _passes(route, ranks, link, host)
+    for (kind, _), seconds, codec_s in zip(route.rounds, passes, route.codec_s[1:], strict=True):
+        stages.append(("inside" if kind == "inside" else "link", seconds))
+        stages.append(("codec", host.share * codec_s))
+    return stages
 
 
 def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
