@@ -1,6 +1,6 @@
 """Gradients by nodes over all-to-alls in which all ranks take part.
 
-Groups of ranks cost too much in Horovod (docs/decisions/0100). So all ranks run every collective
+Groups of ranks cost too much in Horovod (docs/decisions/0098). So all ranks run every collective
 together, and a rank has nothing for most of the others. The first one sends each gradient to its
 owner inside the node. Then owners of one number exchange theirs, compressed. An owner that is done
 sends its means to its node in the next all-to-all, and takes part until it has those of all owners

@@ -90,7 +90,7 @@ def may_have_nodes(settings: Settings, process_set: Any) -> bool:
     """Whether ranks of a process set of Horovod may go by nodes; the same answer on all."""
     elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # nodes would come and go
     # A tuner compares with Horovod's own all-reduce of all ranks. By nodes each collective is of
-    # all ranks (docs/decisions/0100), so a process set of some has none. Fewer than four ranks are
+    # all ranks (docs/decisions/0098), so a process set of some has none. Fewer than four ranks are
     # no two nodes of two.
     return settings.hierarchy == "auto" and not (
         settings.tune or elastic or process_set.process_set_id or process_set.size() < 4

@@ -1,6 +1,6 @@
 """Calls of Horovod's TensorFlow by nodes: on the host, and as nodes of the graph.
 
-Every collective is an all-to-all of all ranks (docs/decisions/0100). A step of the engine goes
+Every collective is an all-to-all of all ranks (docs/decisions/0098). A step of the engine goes
 through the rounds of `engine/all_to_all.py`, as many as owners need. In a graph their number has to
 be known: it follows from sizes and settings, so a rank that owns less takes part with nothing.
 """

@@ -191,7 +191,7 @@ class _Search:
         """Return what a byte is worth to begin with: nothing, where a budget has room for all."""
         if self.budget is None:
             return price
-        # Unlike in torch: what fits at the most bits takes no seconds more (decision 111).
+        # Unlike in torch: what fits at the most bits takes no seconds more (decision 105).
         if self.held_bytes((), 8) <= self.budget:
             return 0.0
         freed = {name: kept[name].held_bytes - again[name].held_bytes for name in again}

@@ -2,7 +2,7 @@
 
 `pytest -s tests/frame/test_size.py` prints the table. A cap is lowered whenever a change makes a
 room smaller, until it is the line budget of the room (`docs/decisions/0076`); it is raised for a
-new capability alone, whose decision says so (91, 102, 105, 106, 110, 111: activations, 92:
+new capability alone, whose decision says so (91, 102, 105, 106, 110: activations, 92:
 regions), and was twice beside: where comprehensions took the names of what they run over, and in
 the guards, where five copies in other rooms became one there.
 """

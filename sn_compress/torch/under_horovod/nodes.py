@@ -1,6 +1,6 @@
 """An optimizer of Horovod's torch by nodes: which there are, and states loaded until then.
 
-Horovod's process sets would be groups of ranks; they are not used (docs/decisions/0100).
+Horovod's process sets would be groups of ranks; they are not used (docs/decisions/0098).
 """
 
 from __future__ import annotations
