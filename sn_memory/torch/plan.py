@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -197,17 +197,16 @@ def plan(
     True
     """
     settings.refuse_keywords("plan", removed, _REMOVED)
-    if backend not in BACKENDS:
-        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
-    settings.check_profile(profile=profile, backend=backend, measuring="modules")
-    check_techniques(techniques)
     # What can be refused is refused before anything is traced.
+    hooks, host = state == HOOKS, None if state == HOOKS else state
+    _check_settings(backend, techniques, planner, profile=profile, hooks=hooks)
+    if host is not None:
+        _check_state(backend, techniques, planner, optimizer)
     core()
     check_model(model)
     check_optimizer(optimizer)
     speeds(device)
     return_freed()
-    hooks = state == HOOKS
     planning = PlanOptions(
         budget=budget,
         planner=planner,
@@ -218,75 +217,80 @@ def plan(
         optimizer=optimizer,
         time_limit_s=time_limit_s,
         plan_graph=plan_graph,
-        overlap=not hooks and exchanges_gradients(),
+        overlap=state is None and exchanges_gradients(),
         update=HOOKS if hooks else "step",
         share=budget if is_part(budget) else "",
     )
-    # Settings that exclude each other.
-    if backend == "compile" and "offload" in techniques:
-        raise ValueError(
-            "got technique offload with backend='compile', where no copy to the host is safe: "
-            "Inductor (torch 2.13) gives the memory of a tensor that is being copied to its next "
-            "buffer, and moves the wait for a copy past readers of it. Plan with 'graph', which "
-            "offloads, or compile with techniques=('keep', 'recompute')."
-        )
-    if backend == "compile" and planner != "auto":
-        raise ValueError(
-            f"got a planner ({planner!r:.60}) with backend='compile', which measures torch's own "
-            "partitions and searches no graph of ops. Leave planner out, or plan with 'graph'."
-        )
-    if hooks and backend in ("compile", "modules", "regions"):
-        raise ValueError(
-            f"got state='hooks' with backend={backend!r}: gradients freed one by one by hooks are "
-            "planned only by 'graph'. Leave one of them out."
-        )
-    if state is not None and not hooks:
-        _check_state(planning)
     # From here on the model is as it was before torch.compile; it may have been planned before.
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto":
-        unlike = "offload" if "offload" in techniques else "planner" if planner != "auto" else ""
-        planning = replace(planning, was_compiled=not unlike)
-        if unlike:
-            warn(
-                f"{type(model).__name__} was compiled and is planned without torch.compile, "
-                f"because only a plan of its ops has {unlike}. Leave that out to keep it compiled.",
-            )
+        planning = replace(planning, was_compiled=_may_be_compiled(model, techniques, planner))
     _check_model(model)
     _check_device(device, model, backend)
-    before: PlanRecord | None = model.__dict__.get(RECORD)
-    if budget == LIMIT:
-        budget = limit_budget(plain_model(model), sample, optimizer=optimizer, device=device)
-        # No part of the plain step's peak, which a step with gradients would be planned for.
-        planning = replace(planning, share="")
     plain = plain_model(model)
-    planning = replace(planning, budget=budget)
-    if state is not None and not hooks:
+    if budget == LIMIT:
+        free = limit_budget(plain, sample, optimizer=optimizer, device=device)
+        # No part of the plain step's peak, which a step with gradients would be planned for.
+        planning = replace(planning, budget=free, share="")
+    if host is not None:
         from .state.model_state import ModelState, host_buffers_for
 
-        held = ModelState(plain, optimizer, host_buffers_for(plain, state))
-        planning = replace(planning, state=held, overlap=False)
+        held = ModelState(plain, optimizer, host_buffers_for(plain, host))
+        planning = replace(planning, state=held)
+    results, planning = _planned_samples(plain, sample, planning)
+    # Each sample has a step: the planned model differs from the plain one by its class and record.
+    twin = uninitialized(planned_class(plain, PlannedForward))
+    # No copies: both models have the same parameters, buffers and modules.
+    twin.__dict__.update(plain.__dict__)
+    register_fsdp_alias(twin, model)
+    before: PlanRecord | None = model.__dict__.get(RECORD)
+    guards = GuardCache(before.guards if before else None)
+    earlier = before.inputs if before else None
+    twin.__dict__[RECORD] = PlanRecord(
+        inputs=_kept_inputs(plain, guards, results, earlier, int(planning.budget)),
+        options=planning,
+        strict=strict,
+        trial=results[0].result.trial,
+        guards=guards,
+    )
+    return twin
+
+
+class _Planned(NamedTuple):
+    """A sample, as far as later inputs are compared with it, and the step planned for it."""
+
+    kind: InputSignature
+    arguments: Arguments
+    result: PlanningResult
+
+
+def _planned_samples(
+    plain: torch.nn.Module, sample: Any, planning: PlanOptions
+) -> tuple[list[_Planned], PlanOptions]:
+    """Plan a step for each sample; return these, and how to plan for later inputs."""
     # The largest first: a budget in percent is a part of its plain step's peak.
     samples = sorted(_kinds(plain, sample), key=lambda kind: -kind[0].nbytes)
-    results: list[tuple[InputSignature, Arguments, PlanningResult]] = []
+    planned: list[_Planned] = []
     by_parts: set[InputSignature] = set()
     for kind, arguments in samples:
         if kind in by_parts:
             continue
         # A plan of ops is the same for other values; parts of a model may need more with these.
         alike = tuple(other for its, other in samples if its == kind and other is not arguments)
-        output = progress_output(settings.progress)
-        with output, explained(arguments), sharing(time_limit_s), op_times(device_of(plain)):
+        output, shared = progress_output(settings.progress), sharing(planning.time_limit_s)
+        with output, explained(arguments), shared, op_times(device_of(plain)):
             result = replace(planning, alike=alike).planned_step(plain, arguments)
         if result.step.covers_smaller:
             by_parts.add(kind)
-        results.append((kind, arguments, result))
+        planned.append(_Planned(kind, arguments, result))
         # If one sample needs a first forward pass, which sets attributes, the others are traced
-        # after it, too.
-        planning = replace(planning, after_first=result.after_first or planning.after_first)
-        # From the first sample on the budget is in bytes.
+        # after it, too. From the first sample on the budget is in bytes.
         baseline = result.step.plan.baseline_peak_bytes
-        planning = replace(planning, budget=parse_bytes(planning.budget, whole=baseline))
+        planning = replace(
+            planning,
+            after_first=result.after_first or planning.after_first,
+            budget=parse_bytes(planning.budget, whole=baseline),
+        )
         if result.trial.different:
             warn(
                 f"with its plan {type(plain).__name__} computes the same but for rounding: "
@@ -294,21 +298,7 @@ def plan(
             )
         what = f"{type(plain).__name__} planned by {result.step.backend}"
         log.info("%s: %s", what, summary(result.step.plan))
-    # Each sample has a step: the planned model differs from the plain one by its class and record.
-    twin = uninitialized(planned_class(plain, PlannedForward))
-    # No copies: both models have the same parameters, buffers and modules.
-    twin.__dict__.update(plain.__dict__)
-    register_fsdp_alias(twin, model)
-    guards = GuardCache(before.guards if before else None)
-    earlier = before.inputs if before else None
-    twin.__dict__[RECORD] = PlanRecord(
-        inputs=_kept_inputs(plain, guards, results, earlier, int(planning.budget)),
-        options=planning,
-        strict=strict,
-        trial=results[0][2].trial,
-        guards=guards,
-    )
-    return twin
+    return planned, planning
 
 
 def exchanges_gradients() -> bool:
@@ -353,12 +343,12 @@ def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Ar
 def _kept_inputs(
     plain: torch.nn.Module,
     guards: GuardCache,
-    results: list[tuple[InputSignature, Arguments, PlanningResult]],
+    results: list[_Planned],
     before: StepCache | None,
     budget_bytes: int,
 ) -> StepCache:
     """Return the steps that the planned model keeps: the new ones, and those of an earlier plan."""
-    cache = StepCache(results[0][2].step)
+    cache = StepCache(results[0].result.step)
     if before is not None:
         # Kinds that came while training are planned again when they come: the budget may differ.
         cache.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
@@ -381,14 +371,43 @@ def _kept_inputs(
     return cache
 
 
-def _check_state(planning: PlanOptions) -> None:
+def _check_settings(
+    backend: str, techniques: Sequence[str], planner: str | Plan, *, profile: bool, hooks: bool
+) -> None:
+    """Raise ValueError for settings that are none, or exclude each other."""
+    if backend not in BACKENDS:
+        raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
+    settings.check_profile(profile=profile, backend=backend, measuring="modules")
+    check_techniques(techniques)
+    if backend == "compile" and "offload" in techniques:
+        raise ValueError(
+            "got technique offload with backend='compile', where no copy to the host is safe: "
+            "Inductor (torch 2.13) gives the memory of a tensor that is being copied to its next "
+            "buffer, and moves the wait for a copy past readers of it. Plan with 'graph', which "
+            "offloads, or compile with techniques=('keep', 'recompute')."
+        )
+    if backend == "compile" and planner != "auto":
+        raise ValueError(
+            f"got a planner ({planner!r:.60}) with backend='compile', which measures torch's own "
+            "partitions and searches no graph of ops. Leave planner out, or plan with 'graph'."
+        )
+    if hooks and backend in ("compile", "modules", "regions"):
+        raise ValueError(
+            f"got state='hooks' with backend={backend!r}: gradients freed one by one by hooks are "
+            "planned only by 'graph'. Leave one of them out."
+        )
+
+
+def _check_state(
+    backend: str, techniques: Sequence[str], planner: str | Plan, optimizer: Any
+) -> None:
     """Raise ValueError for settings that cannot be combined with state on the host."""
-    techniques = set(planning.techniques) - {"keep", "recompute"}
+    others = sorted(set(techniques) - {"keep", "recompute"})
     refused = {
-        f"backend={planning.backend!r}": planning.backend not in ("auto", "graph"),
-        f"technique {', '.join(sorted(techniques))}": bool(techniques),
-        "a plan as planner": isinstance(planning.planner, Plan),
-        "optimizer=None": planning.optimizer is None,
+        f"backend={backend!r}": backend not in ("auto", "graph"),
+        f"technique {', '.join(others)}": bool(others),
+        "a plan as planner": isinstance(planner, Plan),
+        "optimizer=None": optimizer is None,
     }
     for what, is_refused in refused.items():
         if is_refused:
@@ -396,6 +415,19 @@ def _check_state(planning: PlanOptions) -> None:
                 f"got state with {what}. State on the host needs an instance of an optimizer, "
                 "backend 'graph' or 'auto', and the techniques keep and recompute."
             )
+
+
+def _may_be_compiled(
+    model: torch.nn.Module, techniques: Sequence[str], planner: str | Plan
+) -> bool:
+    """Whether a compiled model stays compiled; a warning says what only a plan of its ops has."""
+    missing = "offload" if "offload" in techniques else "planner" if planner != "auto" else ""
+    if missing:
+        warn(
+            f"{type(model).__name__} was compiled and is planned without torch.compile, "
+            f"because only a plan of its ops has {missing}. Leave that out to keep it compiled.",
+        )
+    return not missing
 
 
 def _check_model(model: torch.nn.Module) -> None:

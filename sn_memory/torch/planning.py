@@ -49,7 +49,7 @@ from .target.capacity import planned_settings
 from .target.gpu import gpu_of
 from .trace.fake_step import fake_step
 from .trace.record import Layouts
-from .trace.trace import Given, Trace, resident_bytes, trace
+from .trace.trace import CallArguments, Trace, resident_bytes, trace
 
 if TYPE_CHECKING:
     from .state.model_state import ModelState
@@ -476,7 +476,7 @@ class PlanOptions:
         with after_first(model, arguments) if self.after_first else nullcontext():
             return trace(
                 model,
-                Given(*arguments),
+                CallArguments(*arguments),
                 profile=self.profile,
                 device=self.device,
                 # Its state is part of the plan then, and not resident.

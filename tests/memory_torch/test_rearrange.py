@@ -8,7 +8,7 @@ from torch import nn
 
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import plan, trace
-from sn_memory.torch.trace.trace import Given
+from sn_memory.torch.trace.trace import CallArguments
 
 
 def graph_of(model, sample, **settings):
@@ -152,7 +152,7 @@ def doubled(self, x):
 @pytest.mark.parametrize(("forward", "inputs"), [(two_branches, 2), (doubled, 1)])
 def test_a_sum_that_is_read_otherwise_is_not_left_to_autograd(forward, inputs):
     model = module_of(forward)
-    sample = Given(tuple(torch.ones(3, requires_grad=True) for _ in range(inputs)), {})
+    sample = CallArguments(tuple(torch.ones(3, requires_grad=True) for _ in range(inputs)), {})
     part = {"part": True, "shares_inputs": True, "unplanned": False}
     captured = trace(model, sample, profile=False, **part).captured
     computed = {storage for call in captured.recording.calls for storage in call.makes}

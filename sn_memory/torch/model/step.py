@@ -365,8 +365,8 @@ class Measured:
 
     def waiting_bytes(self, arguments: Any) -> tuple[int, int]:
         """What a pass holds until its backward pass; of that, input and output."""
-        given = _held_bytes(tensors(arguments))
-        return self.left_bytes + given, self.output_bytes + given
+        input_bytes = _held_bytes(tensors(arguments))
+        return self.left_bytes + input_bytes, self.output_bytes + input_bytes
 
 
 def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:

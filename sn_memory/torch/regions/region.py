@@ -32,7 +32,7 @@ from ..model.signature import (
     tensors,
 )
 from ..trace.record import Layouts, View
-from ..trace.trace import Given, Trace, trace
+from ..trace.trace import CallArguments, Trace, trace
 from .plans import RegionPlan, as_part, priced, useful
 
 # How many kinds of calls are remembered for modules that are alike: an expert, for example, gets
@@ -178,7 +178,7 @@ def traced_call(
             "Pass the tensors and numbers in it; of a cache of keys and values, which is for "
             "generating, use_cache=False leaves it out."
         )
-    inputs = Given(*detached(arguments))
+    inputs = CallArguments(*detached(arguments))
     settings: dict[str, Any] = {
         "profile": profile,
         "device": device,

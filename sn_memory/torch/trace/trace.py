@@ -92,7 +92,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Given:
+class CallArguments:
     """A sample as a call has it: arguments by place and by name."""
 
     args: tuple[Any, ...]
@@ -111,7 +111,7 @@ def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
             "got a list, which plan takes as several samples; expected one sample. A model whose "
             "first argument is a list takes a tuple: ([...],)."
         )
-    if isinstance(sample, Given):
+    if isinstance(sample, CallArguments):
         return sample.args, sample.kwargs
     if isinstance(sample, Mapping):
         return (), cut_out(detached(dict(sample)))
