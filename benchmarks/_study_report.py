@@ -12,7 +12,6 @@ from tables import between_markers, markdown
 Row = dict[str, Any]
 Panel = tuple[str, str, int]
 
-CAPTION = "Accuracy lost against received bytes, for each method and training"
 COLUMNS = (
     "method",
     "exchange",

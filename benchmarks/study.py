@@ -317,7 +317,7 @@ def main() -> None:
         report.put_into(page, "study-unseen", text)
     elif path == RESULTS:
         report.picture(rows, ROOT / "docs/study.png")
-        report.put_into(page, "study", f"![{report.CAPTION}](study.png)\n\n{text}")
+        report.put_into(page, "study", text)
     elif args.png:
         report.picture(rows, args.png)
 

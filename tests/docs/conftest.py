@@ -30,7 +30,7 @@ def _status(arguments):
 def _check_command(words):
     """Assert that the targets, scripts, flags and extras of one command exist."""
     if words[:1] == ["make"]:
-        rules = re.findall(r"^([\w ]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        rules = re.findall(r"^([\w -]+):(?!=)", (ROOT / "Makefile").read_text(), re.MULTILINE)
         targets = {target for rule in rules for target in rule.split()}
         asked = {word for word in words[1:] if "=" not in word and not word.startswith("-")}
         assert asked <= targets, f"make has no {asked - targets}"
