@@ -25,7 +25,7 @@ from machine import commit, machine
 from published import GPUS, WIRES, Gpu
 from tables import markdown
 from training_rows import load, save
-from training_runs import REPLAYED, chosen, recorded, routes_of
+from training_runs import REPLAYED, recorded, routes_of
 from travel import Script
 from wire_methods import METHODS
 
@@ -46,9 +46,8 @@ NAMES = {
     "paper": "FFTCompression, mode paper",
     "gather": "FFTCompression",
     "shared": "LowRankCompression",
-    "auto": "AutoCompression",
 }
-OURS = ("paper", "gather", "shared", "auto")
+OURS = ("paper", "gather", "shared")
 _TITLES = {"alexnet": "AlexNet", "resnet50": "ResNet-50"}
 _COMMIT, _MACHINE = commit(), machine()
 _LEVEL = 1.02  # times the fastest: what is as fast
@@ -61,11 +60,7 @@ def row(of: Gpu, gpu: str, wire: str, way: str, scripts: dict[str, list[Script]]
     sent = {}
     for name in WAYS:
         free, overlap = name.startswith("free"), "beside" in name
-        exchanges = scripts.get(way) or chosen(
-            scripts["plain"], scripts["shared"], link=link, ranks=RANKS, compute_s=of.seconds,
-            overlap=overlap, free=free,
-        )  # fmt: skip
-        predicted = seconds(exchanges, of.seconds, link, free=free, overlap=overlap)
+        predicted = seconds(scripts[way], of.seconds, link, free=free, overlap=overlap)
         found[name] = round(predicted.seconds, 5)
         sent[name] = predicted.sent_bytes
     elements = sum(layer.elements for layer in layers(of.model))
@@ -73,7 +68,7 @@ def row(of: Gpu, gpu: str, wire: str, way: str, scripts: dict[str, list[Script]]
         "model": of.model, "gpu": gpu, "images": of.images, "precision": of.precision,
         "link": wire, "ranks": RANKS, "method": way, "compute_s": round(of.seconds, 5), **found,
         "ratio": round(4 * elements / sent["free_s"], 1),
-        "codec_s": round(sum(sum(s.codec_s) for s in scripts[way]), 3) if way in scripts else None,
+        "codec_s": round(sum(sum(s.codec_s) for s in scripts[way]), 3),
         "commit": _COMMIT, "machine": _MACHINE,
     }  # fmt: skip
 
@@ -212,7 +207,7 @@ def main() -> None:
                     row(of, gpu, wire, way, scripts)
                     for of in steps if of.model == model
                     for wire in WIRES
-                    for way in (*METHODS, "auto")
+                    for way in METHODS
                 ]  # fmt: skip
     print(tables(rows))
     if args.json:

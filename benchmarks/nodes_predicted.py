@@ -39,9 +39,10 @@ CORES, RANKS = 2, 4
 ELEMENTS, REPEAT = 2**23, 5
 SIDE = 3072  # of the codec's matrix: beyond 32 MB memory comes from the kernel each time
 METHODS = {
-    "plain": "plain", "fp16": "fp16", "plain by nodes": "plain by nodes", "low rank 50": "shared",
-    "low rank 150": "shared", "low rank 50 by nodes": "shared by nodes", "FFT": "gather",
-    "FFT by nodes": "gather by nodes",
+    "plain": "plain", "fp16": "fp16", "plain by nodes": "plain by nodes",
+    "low rank 50": "LowRankCompression", "low rank 150": "LowRankCompression",
+    "low rank 50 by nodes": "LowRankCompression by nodes", "FFT": "FFTCompression",
+    "FFT by nodes": "FFTCompression by nodes",
 }  # fmt: skip
 
 

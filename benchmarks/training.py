@@ -30,8 +30,6 @@ from training_rows import KEYS, key_of, load, row_of, save, table
 from training_runs import REPLAYED, TRAINED, estimate_s, replay_runs, say, train_runs
 from wire_methods import METHODS
 
-WAYS = (*METHODS, "auto")
-
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with what --quick makes of them."""
@@ -42,7 +40,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     flags.add_argument("--quick", action="store_true", help="4 ranks and few steps, 2 minutes")
     flags.add_argument("--clean", action="store_true", help="remove what a killed run has left")
     flags.add_argument("--models", nargs="+", choices=REPLAYED + TRAINED, default=list(REPLAYED))
-    flags.add_argument("--methods", nargs="+", choices=WAYS, default=list(WAYS))
+    flags.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     flags.add_argument("--ranks", type=int, default=8)
     flags.add_argument("--gbit", type=float, nargs="+", default=[0.1])
     flags.add_argument("--steps", type=int, default=3, help="timed ones of a replayed run")

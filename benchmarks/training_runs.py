@@ -14,7 +14,7 @@ from published import WIRES, step_on
 from travel import Script, record
 from wire_methods import OURS, method
 
-from sn_compress.prediction.cost import Layer, Link, Method, Route, choose, layers, wire_bytes
+from sn_compress.prediction.cost import Layer, Method, Route, layers, wire_bytes
 
 REPLAYED = ("alexnet", "resnet50")
 TRAINED = ("cnn", "transformer")
@@ -91,23 +91,6 @@ def routes_of(scripts: list[Script], *, free: bool) -> list[Route]:
     return routes
 
 
-def chosen(
-    plain: list[Script], shared: list[Script], *, link: Link, ranks: int, compute_s: float,
-    overlap: bool, free: bool,
-) -> list[Script]:  # fmt: skip
-    """What AutoCompression comes to: per tensor plain or low rank, by the model of costs.
-
-    Its tuner asks the same model about the same methods, and goes back to plain where the clock
-    says that nothing is gained; here the model has the last word.
-    """
-    scripts = {"plain": plain, "shared": shared}
-    options = {name: routes_of(found, free=free) for name, found in scripts.items()}
-    taken = choose(options, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap)
-    return [
-        plain[at] if route is options["plain"][at] else shared[at] for at, route in enumerate(taken)
-    ]
-
-
 def replay_runs(args: argparse.Namespace, gbit: float, folder: Path) -> list[dict[str, Any]]:
     """What to replay at a rate."""
     wire = WIRES[args.link]
@@ -121,17 +104,8 @@ def replay_runs(args: argparse.Namespace, gbit: float, folder: Path) -> list[dic
             # Plain has no codec.
             for codec in ("free",) if way == "plain" else args.codec:
                 for overlap in args.overlap:
-                    if way == "auto":
-                        scripts = chosen(
-                            *(recorded(folder, name, of, args.ranks, args.ratio)
-                              for of in ("plain", "shared")),
-                            link=wire.link(), ranks=args.ranks, compute_s=step.seconds,
-                            overlap=overlap, free=codec == "free",
-                        )  # fmt: skip
-                    else:
-                        scripts = recorded(folder, name, way, args.ranks, args.ratio)
-                    told = "" if way != "auto" else f"-{args.gpu}-{args.link}-{codec}-{overlap:d}"
-                    path = folder / f"{name}-{way}-{args.ranks}-{args.ratio:g}{told}.slow{slow:g}"
+                    scripts = recorded(folder, name, way, args.ranks, args.ratio)
+                    path = folder / f"{name}-{way}-{args.ranks}-{args.ratio:g}.slow{slow:g}"
                     slowed = [
                         Script(s.name, s.rounds, [slow * seconds for seconds in s.codec_s])
                         for s in scripts
@@ -164,7 +138,7 @@ def train_runs(args: argparse.Namespace, gbit: float) -> list[dict[str, Any]]:
         }
         for seed in args.seeds
         for name in args.models if name in TRAINED
-        for way in args.methods if way != "auto"  # its recording is put together, not a method
+        for way in args.methods
     ]  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from sn_compress import CompressError, Link, measure_rates, predict
 from sn_compress.prediction.cost import ALONE, INSIDE, MODELS, Host, Layer, Route, layers, step
-from sn_compress.prediction.predict import METHODS, Prediction, routes_by_method
+from sn_compress.prediction.predict import Prediction, routes_by_method
 from sn_compress.prediction.rates import FREE, GLOO, RECORDED, Rates
 from sn_compress.settings import Settings
 from sn_compress.text_table import text_table
@@ -32,18 +32,14 @@ LEAST_GAIN = 1.05  # times plain; below it plain counts as fastest
 _COLOURS = {
     "plain": "#5f6368",
     "fp16": "#cc79a7",
-    "shared": "#0072b2",
-    "gather": "#d55e00",
-    "auto": "#009e73",
+    "CastCompression": "#009e73",
+    "LowRankCompression": "#0072b2",
+    "FFTCompression": "#d55e00",
     "plain by nodes": "#b0b4b8",
-    "shared by nodes": "#56b4e9",
-    "gather by nodes": "#e69f00",
+    "CastCompression by nodes": "#66c2a5",
+    "LowRankCompression by nodes": "#56b4e9",
+    "FFTCompression by nodes": "#e69f00",
 }
-_CLASSES = {
-    "plain": "plain", "fp16": "fp16", "shared": "LowRankCompression", "gather": "FFTCompression",
-    "plain by nodes": "plain by nodes", "shared by nodes": "LowRankCompression by nodes",
-    "gather by nodes": "FFTCompression by nodes",
-}  # fmt: skip
 
 
 def add_predict(commands: Any) -> None:
@@ -244,6 +240,7 @@ def _data(model: str, prediction: Prediction, rates: Rates) -> dict[str, Any]:
         "link": asdict(prediction.link),
         "rates": asdict(rates),
         "methods": rows,
+        "auto": prediction.auto,
     }
 
 
@@ -305,9 +302,8 @@ def _map(
         panel.set(ylabel="Gbit/s between nodes")
         panel.set_title(f"{args.model}, codec {name}: the fastest, and times plain", loc="left")
     axes[-1, 0].set(xlabel=f"GPUs, {link.gpus} a node")
-    shown = [way for way in _CLASSES if way in seen]
     figure.legend(
-        handles=[Patch(color=_COLOURS[way], label=_CLASSES[way]) for way in shown],
+        handles=[Patch(color=_COLOURS[way], label=way) for way in _COLOURS if way in seen],
         loc="outside lower center", ncols=3, frameon=False,
     )  # fmt: skip
     figure.savefig(args.plot, dpi=110)
@@ -317,14 +313,13 @@ def _map(
 def _plot(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     plt = _pyplot()
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
-    for method in (*METHODS, "auto"):
+    for method in (row.method for row in predictions[0].rows):
         seconds = [1e3 * result.row(method).step.seconds for result in predictions]
         axes.plot(
             PLOTTED_RANKS,
             seconds,
             color=_COLOURS[method],
             linewidth=2,
-            linestyle="--" if method == "auto" else "-",
             label=method,
         )
     axes.set(xscale="log", yscale="log", xlabel="ranks", xlim=(2, PLOTTED_RANKS[-1]))

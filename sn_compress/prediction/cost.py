@@ -11,11 +11,9 @@ Pure arithmetic: `predict.py` and `tuning.py` pass in what is measured.
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any, Literal
 
@@ -527,48 +525,6 @@ def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
         )
         buckets[open_[kind]] = first, number, fused
     return buckets
-
-
-def choose(
-    options: Mapping[str, Sequence[Route]],
-    *,
-    ranks: int,
-    link: Link,
-    compute_s: float = 0.0,
-    overlap: bool = False,
-    margin: float = 0.02,
-    host: Host = ALONE,
-) -> list[Route]:
-    """The fastest route of each tensor, from routes of all tensors by method.
-
-    For every set of methods each tensor takes the one with the fewest seconds of bytes and codec;
-    then the set with the shortest step wins. Without overlap no choice is faster.
-
-    margin : "plain", where it is an option, stays unless the step gets shorter by this fraction
-    """
-    sizes = {len(routes) for routes in options.values()}
-    if len(sizes) != 1:
-        raise CompressError(f"choose: options for {sorted(sizes)} tensors; expected one number")
-
-    def seconds_alone(route: Route) -> float:
-        return host.share * sum(route.codec_s) + sum(_passes(route, ranks, link, host))
-
-    of_step = partial(step, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host)
-
-    def total(routes: Sequence[Route]) -> float:
-        return of_step(routes).seconds
-
-    # Sets, as latencies are shared: what is best for each tensor alone may need a collective more.
-    choices = []
-    for count in range(1, len(options) + 1):
-        for methods in itertools.combinations(options, count):
-            rows = zip(*(options[method] for method in methods), strict=True)
-            choices.append([min(row, key=seconds_alone) for row in rows])
-    best = min(choices, key=total)
-    plain = options.get("plain")
-    if plain is not None and total(best) > (1 - margin) * total(plain):
-        return list(plain)
-    return best
 
 
 def break_even(

@@ -3,7 +3,7 @@
     >>> from sn_compress import Link, predict
     >>> from sn_compress.prediction.cost import layers
     >>> result = predict(layers("resnet50"), ranks=64, link=Link.of_gbit(10))
-    >>> result.row("plain").ratio, round(result.row("shared").ratio)
+    >>> result.row("plain").ratio, round(result.row("LowRankCompression").ratio)
     (1.0, 100)
 
 Sizes are those that codecs and exchange really send; seconds are those of the model of `cost.py`,
@@ -31,10 +31,11 @@ from ..ops.products import cut
 from ..settings import CompressionName, Settings
 from ..text_table import text_table
 from . import cost
-from .cost import ALONE, Host, Layer, Link, Method, Rounds, Route, Step, break_even, choose, step
+from .cost import ALONE, Host, Layer, Link, Method, Rounds, Route, Step, break_even, step
 from .rates import FREE, PASSES, Rates
 
 LIMIT = 0.5  # points of accuracy: for what loses more, `advice` names a lower ratio
+MARGIN = 0.02  # of a step, by which AutoCompression has to be faster than plain
 
 
 class Lost(NamedTuple):
@@ -104,26 +105,29 @@ def advice(received: Mapping[CompressionName, float]) -> str:
     return "\n  ".join(["lost most in short trainings of small nets on 8 ranks:", *lines])
 
 
-METHODS: tuple[Method, ...] = ("plain", "fp16", "shared", "gather")
-_OF_OWNERS: tuple[Method, ...] = ("plain", "shared", "gather")
-BY_NODES = {f"{method} by nodes": method for method in _OF_OWNERS}
+METHODS: dict[str, Method] = {
+    "plain": "plain", "fp16": "fp16", "CastCompression": "cast", "LowRankCompression": "shared",
+    "FFTCompression": "gather",
+}  # fmt: skip
+"""What a step is predicted for, and how gradients travel then."""
+BY_NODES = {f"{name} by nodes": method for name, method in METHODS.items() if name != "fp16"}
 MOST_RANKS = 2**20  # of any run, as of more the sums by which ranks compare do not fit an int64
 _TOKEN_BYTES = 4  # of the zero that Horovod all-reduces for each compressed tensor
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method for the whole model; "auto" has the fastest one for each tensor.
+    """One method for the whole model.
 
     Attributes
     ----------
-    method : of METHODS, "auto", or of BY_NODES
+    method : of METHODS or BY_NODES
     step : the predicted step
     ratio : float32 bytes over bytes that a rank passes to collectives
     speedup : seconds of plain's step over those of this one
     break_even_gbit, break_even_fp16_gbit : link below which this method's step is faster than
         plain's, and than fp16's, in Gbit/s
-    tensors : number of tensors by method
+    tensors : number of tensors by how they travel: small ones travel plain
     """
 
     method: str
@@ -137,8 +141,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rows in the order of METHODS, then "auto", then BY_NODES where nodes have several ranks.
+    """Rows in the order of METHODS, then BY_NODES where nodes have several ranks.
 
+    auto : the method that AutoCompression would come to; where casts can travel, as in DDP
     impossible : why a method has no row
     """
 
@@ -146,6 +151,7 @@ class Prediction:
     link: Link
     elements: int
     rows: tuple[Row, ...]
+    auto: str
     impossible: dict[str, str]
 
     def row(self, method: str) -> Row:
@@ -155,13 +161,13 @@ class Prediction:
         return row_of
 
     def table(self) -> str:
-        """The rows as text, with what "auto" chose, what is impossible, and losses of accuracy."""
+        """The rows as text, with AutoCompression's choice, why rows are missing, and accuracy."""
         link = self.link
         rows = []
         for row in self.rows:
             of = row.step
             plain = "" if row.method == "plain" else gbit_text(row.break_even_gbit)
-            half = "" if row.method in METHODS[:2] else gbit_text(row.break_even_fp16_gbit)
+            half = "" if row.method in ("plain", "fp16") else gbit_text(row.break_even_fp16_gbit)
             rows.append(
                 [
                     row.method, f"{1e3 * of.seconds:.1f}", f"{row.speedup:.2f}x",
@@ -169,7 +175,7 @@ class Prediction:
                     f"{of.wire_bytes / 1e6:.2f}", f"{row.ratio:.1f}", plain, half,
                 ]
             )  # fmt: skip
-        auto, nodes = self.row("auto").tensors, ""
+        nodes = ""
         if link.inside is not None:
             nodes = (
                 f"; {self.ranks // link.gpus} nodes of {link.gpus} ranks, "
@@ -185,8 +191,7 @@ class Prediction:
                 f"{self.elements:,} parameters, {self.ranks} ranks, {link.bytes_per_s * 8e-9:g} "
                 f"Gbit/s, {1e6 * link.latency_s:g} us a message{nodes}",
                 text_table(head, rows),
-                f"auto takes, of {sum(auto.values())} tensors: "
-                + ", ".join(f"{n} {name}" for name, n in auto.items()),
+                f"AutoCompression comes to: {self.auto}",
                 *(f"{method}: {why}" for method, why in self.impossible.items()),
                 advice(self._received()),
             ]
@@ -194,14 +199,15 @@ class Prediction:
 
     def _received(self) -> dict[CompressionName, float]:
         """Received bytes of plain's all-reduce over those of each compression, as for `Lost`."""
-        rows = {BY_NODES.get(row.method, row.method): row for row in self.rows}
+        rows = {row.method.removesuffix(" by nodes"): row for row in self.rows}
         plain = rows["plain"].step.wire_bytes
         # One rank, or one node, receives nothing.
         ratios = {
             name: plain / row.step.wire_bytes if plain else row.ratio for name, row in rows.items()
         }
         named: dict[CompressionName, str] = {
-            "LowRankCompression": "shared", "AutoCompression": "shared", "FFTCompression": "gather",
+            "LowRankCompression": "LowRankCompression", "AutoCompression": "LowRankCompression",
+            "FFTCompression": "FFTCompression",
         }  # fmt: skip
         return {name: ratios[method] for name, method in named.items() if method in ratios}
 
@@ -290,22 +296,33 @@ def routes_by_method(
     rates: Rates,
     host: Host = ALONE,
 ) -> dict[str, list[Route]]:
-    """Routes by METHODS, and by BY_NODES among several nodes of several ranks.
-
-    Without "shared" where there are more ranks than digits can be summed of.
-    """
-    nodes = ranks // gpus
+    """Routes by METHODS, and by BY_NODES among several nodes of several ranks; see `_missing`."""
+    nodes = ranks // gpus if gpus > 1 and ranks > gpus else 0
+    missing = _missing(ranks, nodes, rates)
     routes: dict[str, list[Route]] = {
-        method: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
-        for method in METHODS
-        if method != "shared" or ranks <= MAX_RANKS
+        name: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
+        for name, method in METHODS.items()
+        if name not in missing
     }
-    for name, method in BY_NODES.items() if gpus > 1 and nodes > 1 else ():
-        if method != "shared" or nodes <= MAX_RANKS:
+    for name, method in BY_NODES.items() if nodes else ():
+        if name not in missing:
             routes[name] = routes_by_nodes(
                 method, layers, nodes=nodes, gpus=gpus, settings=settings, rates=rates, host=host
             )  # fmt: skip
     return routes
+
+
+def _missing(ranks: int, nodes: int, rates: Rates) -> dict[str, str]:
+    """Return why methods have no routes."""
+    missing = {
+        name: f"no sum is of {many:,} ranks; expected {MAX_RANKS:,} or fewer"
+        for name, many in (("LowRankCompression", ranks), ("LowRankCompression by nodes", nodes))
+        if many > MAX_RANKS
+    }
+    if rates != FREE and not rates.owners_s:
+        why = "its codec is not among these rates; measure it, or count none"
+        missing |= dict.fromkeys(("CastCompression", "CastCompression by nodes"), why)
+    return missing
 
 
 def _plain(tensor: Layer, rates: Rates) -> Route:
@@ -453,22 +470,15 @@ def predict(
         layers, ranks=ranks, gpus=link.gpus, settings=settings, rates=rates, host=host
     )  # fmt: skip
     of_step = partial(step, ranks=ranks, compute_s=compute_s, overlap=overlap, host=host)
-    # "auto" chooses among flat methods alone, as AutoCompression does not go by nodes.
-    options: dict[str, Sequence[Route]] = {m: by_method[m] for m in METHODS if m in by_method}
-    options["auto"] = choose(
-        options, ranks=ranks, link=link, compute_s=compute_s, overlap=overlap, host=host
-    )
-    options |= by_method
 
     @cache  # bisections of all rows ask for plain and fp16, partly on the same links
     def seconds(name: str, at: Link) -> float:
-        return of_step(options[name], link=at).seconds
+        return of_step(by_method[name], link=at).seconds
 
     elements = sum(tensor.elements for tensor in layers)
     rows = []
-    for name, routes in options.items():
+    for name, routes in by_method.items():
         of = of_step(routes, link=link)
-        # On another link auto would choose anew; its break-even is that of the choice on this one.
         limits = [
             break_even(partial(seconds, base), partial(seconds, name), link=link)
             for base in ("plain", "fp16")
@@ -484,10 +494,10 @@ def predict(
                 tensors=dict(Counter(route.method for route in routes)),
             )
         )
-    sums = {"shared": ranks} | ({"shared by nodes": ranks // link.gpus} if link.inside else {})
-    impossible = {
-        name: f"no sum is of {many:,} ranks; expected {MAX_RANKS:,} or fewer"
-        for name, many in sums.items()
-        if many > MAX_RANKS
-    }
-    return Prediction(ranks, link, elements, tuple(rows), impossible)
+    # It does not go by nodes.
+    choices = [name for name in ("LowRankCompression", "CastCompression") if name in by_method]
+    auto = min(choices, key=lambda name: seconds(name, link), default="plain")
+    if seconds(auto, link) > (1 - MARGIN) * seconds("plain", link):
+        auto = "plain"
+    missing = _missing(ranks, ranks // link.gpus if link.inside else 0, rates)
+    return Prediction(ranks, link, elements, tuple(rows), auto, missing)

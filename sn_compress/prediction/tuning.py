@@ -29,7 +29,7 @@ from ..consistency import Total
 from ..errors import CompressError
 from ..settings import Settings
 from .cost import Layer, Link, Method, Route, step
-from .predict import routes_of
+from .predict import MARGIN, routes_of
 from .rates import Rates, fit_link, measure_rates
 
 _log = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Tuner:
         total: Total,
         steps: int = 5,
         skip: int = 2,
-        margin: float = 0.02,
+        margin: float = MARGIN,
         rates: Rates | None = None,
         clock: Callable[[], float] = time.perf_counter,
         plain: str = "Horovod",

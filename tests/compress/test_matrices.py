@@ -50,4 +50,4 @@ def test_resnet50_reaches_the_ratio_in_torchs_layout_and_in_kerass(layout):
     assert sum(layer.elements for layer in model) == 25_557_032
     settings = LowRankCompression.using(ratio=100).settings
     found = predict(model, ranks=8, link=Link.of_gbit(10), settings=settings)
-    assert found.row("shared").ratio == pytest.approx(100, abs=2)
+    assert found.row("LowRankCompression").ratio == pytest.approx(100, abs=2)

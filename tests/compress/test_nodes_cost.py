@@ -162,7 +162,7 @@ def test_one_rank_a_node_is_what_it_was():
     """As if nobody had heard of nodes: a tree of one rank a node is the only new choice."""
     link = Link.of_gbit(1)
     found = predict(layers("alexnet"), ranks=8, link=link)
-    assert [row.method for row in found.rows] == [*METHODS, "auto"]
+    assert [row.method for row in found.rows] == [*METHODS]
     assert "node" not in found.table()
     tree = predict(layers("alexnet"), ranks=8, link=replace(link, tree=True))
     # Six messages in the place of fourteen, for each of AlexNet's buckets.
@@ -220,7 +220,10 @@ def test_digits_take_a_byte_up_to_42_nodes_of_any_size():
     # So flat 336 ranks send digits of two bytes where 42 nodes of eight send one.
     matrices = [layer for layer in MODEL if len(layer.shape) == 2]
     found = routes_by_method(matrices, ranks=336, gpus=8, settings=Settings(ratio=1000), rates=FREE)
-    flat, own = (sum(it.sent_bytes for it in found[way]) for way in ("shared", "shared by nodes"))
+    flat, own = (
+        sum(it.sent_bytes for it in found[way])
+        for way in ("LowRankCompression", "LowRankCompression by nodes")
+    )
     assert 1.5 < flat / own < 2
 
 
@@ -228,11 +231,15 @@ def test_a_cluster_has_rows_by_nodes_and_says_what_cannot_be():
     link = Link.of_gbit(25, gpus=8, inside=INSIDE["nvlink"], tree=True)
     found = predict(MODEL, ranks=16_384, link=link)
     assert [row.method for row in found.rows] == [
-        "plain", "fp16", "gather", "auto", "plain by nodes", "gather by nodes",
+        "plain", "fp16", "CastCompression", "FFTCompression", "plain by nodes",
+        "CastCompression by nodes", "FFTCompression by nodes",
     ]  # fmt: skip
-    assert f"shared: no sum is of 16,384 ranks; expected {MAX_RANKS:,} or fewer" in found.table()
+    assert (
+        f"LowRankCompression: no sum is of 16,384 ranks; expected {MAX_RANKS:,} or fewer"
+        in found.table()
+    )
     with pytest.raises(CompressError, match=r"no sum is of 2,048 ranks"):
-        found.row("shared by nodes")
+        found.row("LowRankCompression by nodes")
     with pytest.raises(CompressError, match="no row 'zip'"):
         found.row("zip")
     one = predict(MODEL, ranks=8, link=link)
