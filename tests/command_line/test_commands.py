@@ -251,7 +251,7 @@ def test_predict_as_text_and_as_json(capsys, tmp_path):
     code, out, _ = run(capsys, *words, "--json", "--plot", tmp_path / "x.png")
     rows = {row["method"]: row for row in json.loads(out)["methods"]}
     assert rows["plain"]["speedup"] == 1
-    assert rows["shared"]["speedup"] > 10
+    assert rows["LowRankCompression"]["speedup"] > 10
     assert is_picture(tmp_path / "x.png")
 
 
@@ -261,7 +261,7 @@ def test_predict_of_nodes(capsys, tmp_path, monkeypatch):
     code, out, _ = run(capsys, *words, "--inside", "nvlink")
     assert code == 0
     assert "2 nodes of 4 ranks, 3600 Gbit/s inside, all-reduces by trees" in out
-    assert re.search(r"^shared by nodes +\d", out, re.MULTILINE)
+    assert re.search(r"^LowRankCompression by nodes +\d", out, re.MULTILINE)
     grown = re.findall(r"^([\d,]+) +\d+\.\d +", out, re.MULTILINE)
     assert (grown[0], grown[-1]) == ("4", "16,384")
     pytest.importorskip("matplotlib")
