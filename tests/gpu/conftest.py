@@ -1,7 +1,7 @@
 """Tests that need torch alone, and run on a GPU and, so that they stay whole, on the CPU as well.
 
 A test takes `device` and runs once on each; the run on "cuda" has the mark gpu. In a process of
-its own, which `tests/standin/test_here.py` starts, they run on the stand-in device.
+its own, which `tests/mock_device/test_gpu_tests.py` starts, they run on the mock device.
 """
 
 import os
@@ -12,16 +12,16 @@ import pytest
 
 torch = pytest.importorskip("torch")
 TESTS = Path(__file__).resolve().parents[1]
-for folder in ("memory_torch", "apoptosis", "ddp", "standin"):
+for folder in ("memory_torch", "apoptosis", "ddp", "mock_device"):
     if str(TESTS / folder) not in sys.path:
         sys.path.append(str(TESTS / folder))
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-if os.environ.get("SN_TEST_DEVICE") == "standin":
-    import standin
+if os.environ.get("SN_TEST_DEVICE") == "mock_device":
+    import mock_device
 
-    DEVICES = [str(standin.start())]
+    DEVICES = [str(mock_device.start())]
 
 
 @pytest.fixture(params=DEVICES)
@@ -46,7 +46,7 @@ def alone(device, tmp_path):
     import torch.distributed as dist
 
     cuda = device.type == "cuda"
-    if device.type == "standin":
+    if device.type == "mock_device":
         from alone_group import init_alone
 
         init_alone(device.type, tmp_path / "meet")

@@ -148,7 +148,7 @@ def calls_backward(model, h, x):
     return h
 
 
-# More of it, and that a refused model is as it was: test_as_it_was.py.
+# More of it, and that a refused model is as it was: test_model_unchanged.py.
 @pytest.mark.parametrize(
     ("odd", "says"),
     [

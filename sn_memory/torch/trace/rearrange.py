@@ -373,7 +373,7 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
                 # What is used here for the last time is another argument, or the one to be let go.
                 *sorted(storage for storage in live if last[storage] != at),
             ]
-            call = _standing_in(captured, call, place, others)
+            call = _substituted(captured, call, place, others)
         calls.append(call)
         if at >= captured.boundary:
             live |= set(call.makes) - held
@@ -394,7 +394,7 @@ def place_of_shape(call: Call) -> int | None:
     return place
 
 
-def _standing_in(captured: Captured, call: Call, place: int, others: list[int]) -> Call:
+def _substituted(captured: Captured, call: Call, place: int, others: list[int]) -> Call:
     view, recording = call.flat[place], captured.recording
     place_of, nbytes = recording.device, _reach(view) * view.dtype.itemsize
     if sum(other.storage == view.storage for other in call.views) > 1:

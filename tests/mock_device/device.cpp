@@ -471,7 +471,7 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
     KERNEL_PRIVATEUSEONE(addmm, lower_precision_fp)
 }
 
-TORCH_LIBRARY(standin, m) {
+TORCH_LIBRARY(mock_device, m) {
     m.def("allocated() -> int", []() { return counts.allocated; });
     m.def("peak() -> int", []() { return counts.peak; });
     m.def("reset_peak() -> ()", []() { counts.peak = counts.allocated; });

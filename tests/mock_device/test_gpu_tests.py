@@ -1,4 +1,4 @@
-"""The tests for a GPU, and some more, on a device that stands in for one; see standin.py."""
+"""The tests for a GPU, and some more, on a mock device; see mock_device.py."""
 
 import os
 import re
@@ -20,12 +20,12 @@ TESTS = Path(__file__).resolve().parents[1]
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.skipif("SN_TEST_DEVICE" in os.environ, reason="is what runs")
 @pytest.mark.slow
-def test_all_that_runs_on_a_gpu_runs_on_the_stand_in_device():
+def test_all_that_runs_on_a_gpu_runs_on_the_mock_device():
     """In a process of its own: who has the device has it for good."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu",
-         str(TESTS / "gpu"), str(TESTS / "standin")],
-        env={**os.environ, "SN_TEST_DEVICE": "standin"}, cwd=TESTS.parent,
+         str(TESTS / "gpu"), str(TESTS / "mock_device")],
+        env={**os.environ, "SN_TEST_DEVICE": "mock_device"}, cwd=TESTS.parent,
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

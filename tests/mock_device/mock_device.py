@@ -1,4 +1,4 @@
-"""A device beside the CPU, `standin`, for tests where there is no GPU.
+"""A device beside the CPU, `mock_device`, for tests where there is no GPU.
 
 Its memory is its own, an op on tensors of two devices is an error, and copies on side streams run
 as late as their events allow. `device.cpp` has the rest. A process that has it has it for good, so
@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 SOURCE = Path(__file__).with_name("device.cpp")
-BUILD = Path(__file__).parents[2] / "build" / "standin"
-NAME = "standin"
+BUILD = Path(__file__).parents[2] / "build" / "mock_device"
+NAME = "mock_device"
 
 
 def library() -> Path:
@@ -42,7 +42,7 @@ def library() -> Path:
 
 
 class Module(ModuleType):
-    """What `torch.standin` is; its names are those of `torch.cuda`."""
+    """What `torch.mock_device` is; its names are those of `torch.cuda`."""
 
     Stream, Event = torch.Stream, torch.Event
 
@@ -77,28 +77,28 @@ class Module(ModuleType):
         return "stand-in"
 
     def manual_seed_all(self, seed: int) -> None:
-        torch.ops.standin.seed(seed)
+        torch.ops.mock_device.seed(seed)
 
     def manual_seed(self, seed: int) -> None:
-        torch.ops.standin.seed(seed)
+        torch.ops.mock_device.seed(seed)
 
     def get_rng_state(self, device: Any = None) -> torch.Tensor:
-        return torch.ops.standin.chance()
+        return torch.ops.mock_device.chance()
 
     def set_rng_state(self, state: torch.Tensor, device: Any = None) -> None:
-        torch.ops.standin.set_chance(state)
+        torch.ops.mock_device.set_chance(state)
 
     def memory_allocated(self, device: Any = None) -> int:
-        return torch.ops.standin.allocated()
+        return torch.ops.mock_device.allocated()
 
     def max_memory_allocated(self, device: Any = None) -> int:
-        return torch.ops.standin.peak()
+        return torch.ops.mock_device.peak()
 
     def reset_peak_memory_stats(self, device: Any = None) -> None:
-        torch.ops.standin.reset_peak()
+        torch.ops.mock_device.reset_peak()
 
     def memory_reserved(self, device: Any = None) -> int:
-        return torch.ops.standin.allocated()
+        return torch.ops.mock_device.allocated()
 
     def mem_get_info(self, device: Any = None) -> tuple[int, int]:
         return 1 << 40, 1 << 40
@@ -115,7 +115,7 @@ def start() -> torch.device:
     if hasattr(torch, NAME):
         return torch.device(NAME, 0)
     torch.ops.load_library(str(library()))
-    torch.ops.standin.start()
+    torch.ops.mock_device.start()
     torch.utils.rename_privateuse1_backend(NAME)
     torch._register_device_module(NAME, Module(NAME))
     torch.utils.generate_methods_for_privateuse1_backend()

@@ -1,11 +1,11 @@
-"""What only the stand-in device tells: what crosses over, what is late, what is held."""
+"""What only the mock device tells: what crosses over, what is late, what is held."""
 
 import os
 
 import pytest
 
-if os.environ.get("SN_TEST_DEVICE") != "standin":
-    pytest.skip("runs where test_here.py has started the device", allow_module_level=True)
+if os.environ.get("SN_TEST_DEVICE") != "mock_device":
+    pytest.skip("runs where test_gpu_tests.py has started the device", allow_module_level=True)
 
 import copy
 import ctypes
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 sys.path.append(str(Path(__file__).parent))
-import standin
+import mock_device
 from alone_group import init_alone
 
 from sn_compress import AutoCompression, FFTCompression, LowRankCompression
@@ -32,8 +32,8 @@ from sn_memory.torch.target import allocator as placing
 from sn_memory.torch.target.accelerator import StreamLanes
 
 pytestmark = pytest.mark.usefixtures("counted_work")
-DEVICE = standin.start()
-COUNTS = torch.ops.standin
+DEVICE = mock_device.start()
+COUNTS = torch.ops.mock_device
 LINK = Device("link", 5e10, 2e10, 1e11, 1e11, 0.0, launch_s=1e-5)
 
 
@@ -163,7 +163,7 @@ class Pools:
 
     def __init__(self, monkeypatch):
         self.depth, self.entered, self.first, self.made = {}, [], [], 0
-        module = torch.standin
+        module = torch.mock_device
         for name, value in {
             "MemPool": self.new,
             "use_mem_pool": self.use,
