@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 
 from sn_memory import BudgetError
 from sn_memory.base.errors import PlanWarning
-from sn_memory.torch import TraceError, plan, verify
+from sn_memory.torch import TraceError, checkpoint_policy, plan, verify
 from sn_memory.torch.compile import backend as back_end
 from sn_memory.torch.model.tracker import AllocationTracker
 
@@ -196,6 +196,19 @@ def test_more_plans_of_a_class_than_dynamo_has_places():
     planned = [plan(it, SAMPLE, "100%", **SETTINGS) for it in models]
     for model, it in zip(models, planned, strict=True):
         assert same(step(it, SAMPLE), step(copy.deepcopy(model), SAMPLE))
+
+
+def test_sizes_that_others_marked_to_vary_are_those_of_the_input():
+    """By the user, and by torch: on what compiled code with sizes that vary returned or read."""
+    net, marked, passed = mlp(4), SAMPLE.clone(), SAMPLE[:48].clone()
+    torch._dynamo.mark_dynamic(marked, 0)
+    vary = torch.compile(lambda batch: batch * 2, backend="aot_eager", dynamic=True)
+    planned = plan(net, marked, "90%", **SETTINGS)
+    assert {0} == marked._dynamo_dynamic_indices
+    for batch in (marked, vary(passed), passed):
+        planned(batch).sum().backward()
+    assert [kind.how for kind in planned.sn_memory.kinds] == ["planned", "nothing runs again"]
+    assert checkpoint_policy(net, marked, "90%", profile=False, compiled=True).peak_bytes
 
 
 def test_what_a_forward_pass_writes_is_written_in_the_forward_pass():

@@ -12,6 +12,7 @@ import importlib
 import json
 import logging
 import os
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,8 @@ log = logging.getLogger(__name__)
 # Prefixes of the methods that a forward pass calls of a logger: libraries add others, such as
 # `warning_once`.
 _LOGS = ("debug", "info", "warn", "error", "exception", "critical", "log")
+# Attributes by which Dynamo knows which sizes of a tensor vary.
+_MARK = re.compile(r"_dynamo_\w+_indices|_has_dynamo_dim_marking")
 _HOOKS = (
     ("torch._inductor.compile_fx", "compile_fx"),
     ("torch._inductor.custom_graph_pass", "CustomPartitionerFn"),
@@ -174,7 +177,8 @@ class CompiledStep(Step):
         twin: torch.nn.Module = object.__new__(self.kind)
         # It shares the dictionary: attributes that the forward pass sets are set on the model.
         object.__setattr__(twin, "__dict__", model.__dict__)
-        returned = self.compiled(twin, *args, **kwargs)
+        with of_fixed_sizes((args, kwargs)):
+            returned = self.compiled(twin, *args, **kwargs)
         inputs = {id(tensor) for tensor in tensors((args, kwargs))}
         for out in tensors(returned):
             if out.grad_fn is not None and id(out) not in inputs:
@@ -230,6 +234,26 @@ class CompiledStep(Step):
         self.compiled_plan = kept
         cut = kept.setting and partitioner.BudgetPartitioner(kept.setting)
         return partitioner.compile_step(module, inputs, cut, separately=False)
+
+
+@contextmanager
+def of_fixed_sizes(arguments: Any) -> Iterator[None]:
+    """Let no size of an input vary inside: a step is compiled for the sizes that it is measured at.
+
+    Users mark sizes that vary (`mark_dynamic`), and torch marks those of what a compiled function
+    returned or read; `dynamic=False` does not turn that off.
+    """
+    taken: list[tuple[dict[str, Any], str, Any]] = []
+    for tensor in tensors(arguments):
+        for marked in (tensor, tensor._base):
+            marks = getattr(marked, "__dict__", {})
+            names = [name for name in marks if _MARK.fullmatch(name)]
+            taken += [(marks, name, marks.pop(name)) for name in names]
+    try:
+        yield
+    finally:
+        for marks, name, sizes in taken:
+            marks[name] = sizes
 
 
 @contextmanager

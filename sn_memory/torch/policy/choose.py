@@ -237,7 +237,7 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     args, kwargs = arguments
     known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
     # Imported here: it needs hooks of torch 2.13, and torch.compile takes seconds to import.
-    from ..compile.backend import Ready, Settings, storage_bytes, until_ready
+    from ..compile.backend import Ready, Settings, of_fixed_sizes, storage_bytes, until_ready
     from ..compile.search import Search
 
     peaks: list[int] = []
@@ -260,7 +260,8 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
     # Each try compiles the same forward once more, and dynamo's limit is eight.
-    with until_ready(), torch._dynamo.config.patch(recompile_limit=1 << 20):
+    patched = torch._dynamo.config.patch(recompile_limit=1 << 20)
+    with until_ready(), patched, of_fixed_sizes(arguments):
         compiled(*args, **kwargs)
     if not peaks:
         raise TraceError("torch.compile found nothing to differentiate in the model.")
