@@ -18,7 +18,7 @@ for folder in ("memory_torch", "apoptosis", "ddp", "mock_device"):
 
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-if os.environ.get("SN_TEST_DEVICE") == "mock_device":
+if os.environ.get("SN_TEST_DEVICE") == "mock":
     import mock_device
 
     DEVICES = [str(mock_device.start())]
@@ -46,7 +46,7 @@ def alone(device, tmp_path):
     import torch.distributed as dist
 
     cuda = device.type == "cuda"
-    if device.type == "mock_device":
+    if device.type == "mock":
         from alone_group import init_alone
 
         init_alone(device.type, tmp_path / "meet")

@@ -31,7 +31,7 @@ class LateStreams(StreamLanes):
 
 def late(device):
     """Return lanes whose copies come late; on the mock device its own do."""
-    if device.type == "mock_device":
+    if device.type == "mock":
         return StreamLanes(device)
     return LateStreams(device) if device.type == "cuda" else OddLanes()
 
@@ -41,7 +41,7 @@ def test_back_ends_keep_bits_and_budget(device, name):
     model = mlp(6, 32).to(device)
     sample = torch.randn(128, 32, device=device)
     planner = {"planner": "sqrt_n"} if name == "graph" else {}
-    if name == "compile" and device.type == "mock_device":
+    if name == "compile" and device.type == "mock":
         pytest.skip("Inductor has no kernels for the mock device")
     made = plan(model, sample, "80%", backend=name, profile=False, **planner)
     found = verify(made, sample)

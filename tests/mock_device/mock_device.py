@@ -1,4 +1,4 @@
-"""A device beside the CPU, `mock_device`, for tests where there is no GPU.
+"""A device beside the CPU, `mock`, for tests where there is no GPU.
 
 Its memory is its own, an op on tensors of two devices is an error, and copies on side streams run
 as late as their events allow. `device.cpp` has the rest. A process that has it has it for good, so
@@ -18,7 +18,7 @@ import torch
 
 SOURCE = Path(__file__).with_name("device.cpp")
 BUILD = Path(__file__).parents[2] / "build" / "mock_device"
-NAME = "mock_device"
+NAME = "mock"  # of letters alone: torch takes no other for the type of a mesh
 
 
 def library() -> Path:
@@ -42,7 +42,7 @@ def library() -> Path:
 
 
 class Module(ModuleType):
-    """What `torch.mock_device` is; its names are those of `torch.cuda`."""
+    """What `torch.mock` is; its names are those of `torch.cuda`."""
 
     Stream, Event = torch.Stream, torch.Event
 

@@ -25,7 +25,7 @@ def test_all_that_runs_on_a_gpu_runs_on_the_mock_device():
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not gpu",
          str(TESTS / "gpu"), str(TESTS / "mock_device")],
-        env={**os.environ, "SN_TEST_DEVICE": "mock_device"}, cwd=TESTS.parent,
+        env={**os.environ, "SN_TEST_DEVICE": "mock"}, cwd=TESTS.parent,
         capture_output=True, text=True, timeout=900, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-if os.environ.get("SN_TEST_DEVICE") != "mock_device":
+if os.environ.get("SN_TEST_DEVICE") != "mock":
     pytest.skip("runs where test_gpu_tests.py has started the device", allow_module_level=True)
 
 import copy
@@ -163,7 +163,7 @@ class Pools:
 
     def __init__(self, monkeypatch):
         self.depth, self.entered, self.first, self.made = {}, [], [], 0
-        module = torch.mock_device
+        module = torch.mock
         for name, value in {
             "MemPool": self.new,
             "use_mem_pool": self.use,
