@@ -53,11 +53,13 @@ class Partition:
 
     def saved(self) -> dict[str, int]:
         """Return what is saved for the backward pass, but for parameters and inputs, with bytes."""
-        return {
-            node.name: node.meta["val"].nbytes
+        values = {
+            node.name: node.meta["val"]
             for node in results_of(self.forward)[self.outputs :]
             if node.op != "placeholder" and isinstance(node.meta.get("val"), torch.Tensor)
         }
+        # Not `nbytes`: the size of a generator's state, kept for ops that run again, is symbolic.
+        return {name: int(value.numel()) * value.itemsize for name, value in values.items()}
 
 
 class BudgetPartitioner(CustomPartitionerFn):
