@@ -132,7 +132,7 @@ def optimizer_of(kind, rate):
 
 
 @pytest.mark.parametrize(
-    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "LossScaleOptimizer"]
+    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "Muon", "LossScaleOptimizer"]
 )
 def test_the_next_step_is_that_of_the_small_net(kind):
     model, inputs = convolutions(dropout=0.0), images()

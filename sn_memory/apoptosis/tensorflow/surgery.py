@@ -217,6 +217,7 @@ _KINDS: Final[dict[str, Literal["mean", "square"]]] = {
     "_accumulated_gradients": "mean",
     "_velocities": "square",
     "_velocity_hats": "square",
+    "adam_velocities": "square",
     "_accumulators": "square",
 }
 
@@ -267,13 +268,14 @@ class Pruner:
             for name, held in vars(self.optimizer).items()
             if isinstance(held, list) and len(held) == len(trained) and name in self._own(held)
         ]
-        return left + [(name, held[place]) for name, held in lists]
+        return left + [(name, held[place]) for name, held in lists if held[place] is not None]
 
     def _own(self, held: Any) -> set[str]:
         """Return the names under which the optimizer has a list of variables of its own."""
         mine = {id(variable) for variable in self.optimizer.variables}
-        # Lists of the same length that hold the model's own variables are no state.
-        if not all(id(variable) in mine for variable in held):
+        # Lists of the same length that hold the model's own variables are no state. Muon's have
+        # None for variables of which it keeps nothing.
+        if not all(one is None or id(one) in mine for one in held):
             return set()
         return {name for name, value in vars(self.optimizer).items() if value is held}
 
