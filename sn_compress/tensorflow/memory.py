@@ -245,6 +245,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         else:
             host_step.average(self.engine, gradients, call, mark, self.count_beside)
             unchanged = self._steady_steps(known)
+        self.outcomes.unseen(str(one.name) for one in gradients if not one.values.any())
         if (factor := call.factor()) != 1:
             for gradient in gradients:
                 gradient.values[:] *= np.float32(factor)
