@@ -19,6 +19,9 @@ from .tape import compressed_means, refuse_xla
 from .tracing import Call, Plain, was_reduced
 from .variables import as_variables, fingerprint_of_variables, relative_names
 
+# Begins names of ops, by which hvd.elastic.run knows a failed collective; by other errors it ends
+# the function it was given, without a word.
+_ELASTIC = "HorovodAllreduce_"
 # Those that are alive: ranks compare how many have not agreed yet.
 _alive: weakref.WeakSet[Averaging] = weakref.WeakSet()
 
@@ -74,8 +77,9 @@ class Averaging:
             return value
         refuse_xla()
         least = hvd.allreduce(
-            tf.cast(value, tf.int32), op=hvd.Min, name="finite", process_set=self.process_set
-        )
+            tf.cast(value, tf.int32), op=hvd.Min, name=_ELASTIC + "finite",
+            process_set=self.process_set,
+        )  # fmt: skip
         return tf.cast(least, tf.bool)
 
     def _average(
@@ -129,9 +133,10 @@ class Averaging:
             **self.scales,
         }
         if group is not None:
-            return list(hvd.grouped_allreduce(gradients, name=group, **how)) if gradients else []
+            name = _ELASTIC + group
+            return list(hvd.grouped_allreduce(gradients, name=name, **how)) if gradients else []
         return [
-            hvd.allreduce(gradient, name=name, **how)
+            hvd.allreduce(gradient, name=_ELASTIC + name, **how)
             for gradient, name in zip(gradients, names, strict=True)
         ]
 

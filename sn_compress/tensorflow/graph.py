@@ -309,6 +309,9 @@ class GraphStep:
             averaged, lost = bucket.step(number, values, by, gone)
             means.append(averaged)
             numbers.append(lost)
+        if self._outcomes is not None:
+            some = [tf.reduce_any(tf.cast(mean, tf.bool)) for part in means for mean in part]
+            self._outcomes.unseen(~tf.stack(some))
         energy, error, saturated = tf.unstack(tf.add_n(numbers))
         # A step that is lost to NaN, or that had nothing to send, has no relative error.
         known = tf.math.is_finite(energy) & (energy > 0)

@@ -14,6 +14,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.elastic import HorovodInternalError
 
 from ..arrays import to_host
 from ..collective import Buckets, Collective, Gradient
@@ -85,4 +86,8 @@ def _carried(carry: Collective, name: str, process_set: Any) -> Any:
     if carry.kind == "gather":
         return hvd.allgather(words, **how).numpy()
     splits = tf.constant(carry.to_ranks(process_set.rank()), tf.int32)
-    return hvd.alltoall(words, splits=splits, **how)[0].numpy()
+    try:
+        return hvd.alltoall(words, splits=splits, **how)[0].numpy()
+    except tf.errors.UnknownError as error:
+        # By this name, and not by its own, hvd.elastic.run knows a collective that failed.
+        raise HorovodInternalError(f"HorovodAllreduce, of all to all: {error.message}") from None

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.elastic import notification_manager
 
 from ..allreduce.allocate import is_large
 from ..allreduce.exchange import AllReduceExchange
@@ -79,6 +80,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._warned_dropped = False
         self._unlike = False  # whether ranks decode with other bits in their graphs
         self._traces = 0  # how often all ranks were to trace again, in the same step
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # states of elastic runs
+        self._outdated = False  # since ranks have come or gone in one
         self._begin()
 
     def _begin(self) -> None:
@@ -227,6 +230,8 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
         digests : of their variables; None where all gradients count as applied
         """
+        if elastic():
+            self._follow_restarts()
         known = [name for name in names if name is not None]
         self.retire(known)
         self._note(known, digests)
@@ -240,6 +245,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         else:
             host_step.average(self.engine, gradients, call, mark, self.count_beside)
             unchanged = self._steady_steps(known)
+        self.outcomes.unseen(str(one.name) for one in gradients if not one.values.any())
         if (factor := call.factor()) != 1:
             for gradient in gradients:
                 gradient.values[:] *= np.float32(factor)
@@ -247,6 +253,39 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         again = tuple(known) in self._traceable and self._in_turns.isdisjoint(known)
         if again and unchanged >= LEAST:
             self.trace_again()
+
+    def _follow_restarts(self) -> None:
+        """Begin anew if Horovod has since the last exchange, and `synchronize` was not called.
+
+        New ranks have nothing of what ranks share, and those that stay may be at different steps.
+        """
+        for state in notification_manager._listeners:
+            if state not in self._followed:
+                self._followed.add(state)
+                state.register_reset_callbacks([self._ranks_changed])
+        if self._outdated:
+            empty = OptimizerState(self.settings).engine
+            engine_state.load_state_dict(
+                self.engine, engine_state.state_dict(empty, ranks=1, rank=0), ranks=1, rank=0
+            )
+            self._loaded()
+            if hvd.rank() == 0:
+                _log.warning(
+                    "ranks have come or gone, and %s begins anew on all: what was not sent yet is "
+                    "lost. memory_of(compression).synchronize(), in Keras "
+                    "%s.synchronize(optimizer), keeps it: on all ranks, where the function that "
+                    "hvd.elastic.run is given begins",
+                    self.settings.compression, self.settings.compression,
+                )  # fmt: skip
+
+    def _ranks_changed(self) -> None:
+        self.reset()
+        self._outdated = True
+
+    def _loaded(self) -> None:
+        """What another state leaves behind."""
+        self.outcomes.marks.clear()
+        self._outdated = False
 
     def _note(self, names: Sequence[str], digests: Sequence[int] | None) -> None:
         """What became of the last gradients of tensors, before their next exchange.
@@ -543,7 +582,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             check=self.variables.expect,
         )  # fmt: skip
         self.nodes.load([state] if isinstance(state, dict) else list(state))
-        self.outcomes.marks.clear()
+        self._loaded()
 
     def serialize(self) -> bytes:
         """Called by tf.train.Checkpoint."""
@@ -563,7 +602,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             gather=partial(hvd.allgather_object, name="sn.rest") if everyone else None,
         )  # fmt: skip
         self.nodes.load(None)
-        self.outcomes.marks.clear()
+        self._loaded()
 
 
 def _place() -> dict[str, int]:

@@ -164,6 +164,12 @@ class EngineOutcomes:
                 self.marks[name] = digest, changes or seen
         return "dropped" in self._now.values()
 
+    def unseen(self, names: Iterable[str]) -> None:
+        """Count the last gradients of tensors as applied: means of zeros change no variable."""
+        for name in names:
+            if name in self.marks:
+                self.marks[name] = None, self.marks[name][1]
+
     def sent(self, names: Iterable[str]) -> None:
         """Called by the engine: from here on nobody knows."""
         self._now = {}
@@ -195,6 +201,12 @@ class GraphOutcomes:
         self._digests.assign(digests)
         self._states.assign(tf.where(seen, _CHANGES, tf.maximum(states, _EXCHANGED)))
         return (states == _CHANGES) & ~changed
+
+    def unseen(self, zeros: Any) -> None:
+        """Count as applied the gradients whose means are zeros, [tensors] bool, as above."""
+        digests, changes = self._digests.read_value(), self._states.read_value() == _CHANGES
+        # Another digest, so that it will be a change.
+        self._digests.assign(tf.where(zeros & changes, tf.bitwise.invert(digests), digests))
 
     def marks(self) -> list[Mark]:
         """As of now."""

@@ -19,6 +19,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
+from keras.src.models.functional import Functional  # keras.Model makes it; it has none either
 
 from .errors import TraceError
 from .guards import tensors_in
@@ -29,8 +30,11 @@ _AROUND: Final = ("current_call_ctx", "autocast_scope", "name_scope_stack", "sta
 T = TypeVar("T")
 
 
-def check_model(model: Any) -> None:
-    """Raise TraceError for a model that is not built, or whose `call` a twin would not have."""
+def check_model(model: Any, sample: Any) -> None:
+    """Raise TraceError for a model that is not built, or whose `call` a twin would not have.
+
+    TypeError where a functional model of several inputs is given them one by one.
+    """
     if not model.built:
         raise TraceError(
             "the model is not built, so its variables do not exist yet. Call it once, or build it "
@@ -40,6 +44,13 @@ def check_model(model: Any) -> None:
         raise TraceError(
             "the model's call was replaced on the instance, so that of its class would not be the "
             "whole of it. Put the change into a subclass."
+        )
+    first = sample[0] if isinstance(sample, tuple) and sample else sample
+    if type(model).call is Functional.call and len(model.inputs) > 1 and _is_array(first):
+        raise TypeError(
+            f"got one tensor where the model takes {len(model.inputs)} inputs in one argument; "
+            "expected a sample ([...],), a tuple of that argument, or a dict of the inputs. A "
+            "list is several samples, and a tuple the arguments of a call."
         )
 
 

@@ -191,7 +191,7 @@ class _ModelPlanner:
         self.plain = plain_model(model)
         self.name = type(self.plain).__name__
         self.sample, self.budget, self.options = sample, budget, options
-        check_model(self.plain)
+        check_model(self.plain, sample)
         # First: malloc returns only blocks that it hands out from then on.
         return_freed()
         if budget == LIMIT:

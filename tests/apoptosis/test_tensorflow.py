@@ -132,7 +132,7 @@ def optimizer_of(kind, rate):
 
 
 @pytest.mark.parametrize(
-    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "LossScaleOptimizer"]
+    "kind", ["SGD", "Adam", "AdamW", "RMSprop", "Adagrad", "Nadam", "Muon", "LossScaleOptimizer"]
 )
 def test_the_next_step_is_that_of_the_small_net(kind):
     model, inputs = convolutions(dropout=0.0), images()
@@ -149,6 +149,25 @@ def test_the_next_step_is_that_of_the_small_net(kind):
     train(small, fresh, inputs)
     for ours, theirs in zip(model.variables, small.variables, strict=True):
         np.testing.assert_array_equal(ours.numpy(), theirs.numpy())
+
+
+def test_the_average_of_the_weights_shrinks_as_the_weights_do():
+    """`fit` ends with `use_ema=True` by writing it over the weights."""
+    model = chain("tanh")
+    duplicate(model, ["one"])
+    optimizer = keras.optimizers.SGD(1e-3, use_ema=True, ema_momentum=0.5)
+    shrink = apoptosis(model, optimizer, tolerance=1e-3)
+    for _ in range(2):
+        train(model, optimizer, rows())
+    weights, averages = model.get_weights(), optimizer._model_variables_moving_average
+    model.set_weights([held.numpy() for held in averages])
+    before = model(rows()).numpy()
+    model.set_weights(weights)
+    shrink.observe(rows())
+    assert shrink.step().merged
+    optimizer.finalize_variable_values(model.trainable_variables)
+    # Duplicates have come apart by what two steps of 1e-3 have taught them.
+    assert abs(model(rows()).numpy() - before).max() < 1e-2 * abs(before).max()
 
 
 @pytest.mark.parametrize("kind", ["SGD", "Adam"])

@@ -81,7 +81,7 @@ MOST_FLOORS = 19
 # What a room of sn_compress may name of the frameworks, and no other file of it any of them.
 ROOMS = {
     "torch": ("torch", "horovod.torch", "horovod.common.elastic"),
-    "tensorflow": ("tensorflow", "keras", "horovod.tensorflow"),
+    "tensorflow": ("tensorflow", "keras", "horovod.tensorflow", "horovod.common.elastic"),
 }
 # The same for the planner: its rooms, as docs/decisions/0076 has them.
 MEMORY_LAYERS = (

@@ -149,6 +149,18 @@ def test_several_samples(searched):
         rim.trace(model, [rows(8)])
 
 
+def test_inputs_of_a_functional_model_are_one_argument():
+    """Keras takes its inputs as a list, which is several samples here."""
+    inputs = [keras.Input((WIDTH,)), keras.Input((WIDTH,))]
+    model = keras.Model(inputs, keras.layers.Dense(8)(keras.layers.Add()(inputs)))
+    for sample in ([rows(8), rows(8)], (rows(8), rows(8)), rows(8)):
+        with pytest.raises(TypeError, match=r"2 inputs in one argument.*\(\[\.\.\.\],\)"):
+            rim.plan(model, sample, "100%", **SETTINGS)
+    with pytest.raises(TypeError, match="2 inputs in one argument"):
+        rim.estimate(model, rows(8))
+    rim.trace(model, ([rows(8), rows(8)],))
+
+
 def relaxed(model):
     """A step whose function leaves the batch open.
 

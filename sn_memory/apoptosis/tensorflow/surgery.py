@@ -205,6 +205,8 @@ _RULES: dict[str, Callable[[Walk, Any], Tag | None]] = {
 Floats = NDArray[np.float64]
 # Gradients that are still to be applied, while neurons merge.
 _CARRIED: Final = "carried"
+# What Keras's optimizers call the averages of weights that use_ema=True makes.
+_AVERAGES: Final = "_model_variables_moving_average"
 # What Keras's optimizers call their lists of means (or sums) of gradients, and of their squares.
 _KINDS: Final[dict[str, Literal["mean", "square"]]] = {
     _CARRIED: "mean",
@@ -215,6 +217,7 @@ _KINDS: Final[dict[str, Literal["mean", "square"]]] = {
     "_accumulated_gradients": "mean",
     "_velocities": "square",
     "_velocity_hats": "square",
+    "adam_velocities": "square",
     "_accumulators": "square",
 }
 
@@ -265,13 +268,14 @@ class Pruner:
             for name, held in vars(self.optimizer).items()
             if isinstance(held, list) and len(held) == len(trained) and name in self._own(held)
         ]
-        return left + [(name, held[place]) for name, held in lists]
+        return left + [(name, held[place]) for name, held in lists if held[place] is not None]
 
     def _own(self, held: Any) -> set[str]:
         """Return the names under which the optimizer has a list of variables of its own."""
         mine = {id(variable) for variable in self.optimizer.variables}
-        # Lists of the same length that hold the model's own variables are no state.
-        if not all(id(variable) in mine for variable in held):
+        # Lists of the same length that hold the model's own variables are no state. Muon's have
+        # None for variables of which it keeps nothing.
+        if not all(one is None or id(one) in mine for one in held):
             return set()
         return {name for name, value in vars(self.optimizer).items() if value is held}
 
@@ -329,16 +333,25 @@ def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
 def _read_less(pruner: Pruner, site: Site, choice: Choice, place: int) -> None:
     kernel = pruner.variable(site.weight)
     bias = None if site.bias is None else pruner.variable(site.bias)
-    before = kernel.numpy()
-    plain = None if bias is None else np.asarray(bias.numpy(), np.float64)
-    folded, moved = fold(as_offsets(before, choice.width), plain, choice, place)
-    *outer, inputs, outputs = before.shape
-    shape = (*outer, inputs // choice.width * len(choice.kept), outputs)
-    for _, state in pruner.state(kernel):
-        if tuple(state.shape) == before.shape:
+    of_kernel = dict(pruner.state(kernel))
+    of_bias = {} if bias is None else dict(pruner.state(bias))
+    # Averages of weights read what weights do; of gradients, those of neurons that are kept.
+    average = of_kernel.pop(_AVERAGES, None)
+    for state in of_kernel.values():
+        if tuple(state.shape) == tuple(kernel.shape):
+            *outer, _, outputs = state.shape
             value = state.numpy().reshape(-1, choice.width, outputs)[:, choice.kept]
-            resize(state, value.reshape(shape))
-    resize(kernel, folded.transpose(0, 2, 1).reshape(shape))
+            resize(state, value.reshape(*outer, -1, outputs))
+    _fold(kernel, bias, choice, place)
+    if average is not None:
+        _fold(average, of_bias.get(_AVERAGES), choice, place)
+
+
+def _fold(kernel: Any, bias: Any, choice: Choice, place: int) -> None:
+    *outer, _, outputs = kernel.shape
+    plain = None if bias is None else np.asarray(bias.numpy(), np.float64)
+    folded, moved = fold(as_offsets(kernel.numpy(), choice.width), plain, choice, place)
+    resize(kernel, folded.transpose(0, 2, 1).reshape(*outer, -1, outputs))
     if bias is not None and moved is not None:
         bias.assign(moved)
 

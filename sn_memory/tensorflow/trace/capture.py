@@ -217,7 +217,7 @@ def capture_model(
     A tape around the model watches all variables that the call reads, not only those of the model.
     So do gradients here: where the first trace has read others, a second one has theirs as well.
     """
-    check_model(model)
+    check_model(model, args)
     twin = twin_of(model, _Taped)
     seen: dict[str, Any] = {"training": training}
     twin.__dict__["_sn_memory_seen"] = seen

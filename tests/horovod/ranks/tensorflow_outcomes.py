@@ -389,11 +389,34 @@ def a_choice_of_methods_follows_too():
     same(first, others[0], "ranks")
 
 
+def means_of_zeros_count_as_applied():
+    """They change no variable: what was left out of such a step is sent later all the same."""
+    for graph in (True, False):
+        compression = LOW.using()
+        variable = tf.Variable(np.zeros((SIDE, SIDE), "f4"))
+        step = means_of([variable], compression, graph=graph)
+        rng, plain, zeros = np.random.default_rng(hvd.rank()), np.zeros((SIDE, SIDE)), 0
+        for at in range(8):
+            wanted = rng.standard_normal((SIDE, SIDE)).astype("f4")
+            if at >= LOW.settings.warmup:  # all that is large cancels out
+                wanted *= 1e-4 * (hvd.rank() == 0)
+                large = np.random.default_rng(at).standard_normal((SIDE - 1, SIDE))
+                wanted[:-1] = large * (-1) ** hvd.rank()
+            (mean,) = step(tf.constant(wanted))
+            variable.assign_sub(mean)
+            zeros += not np.any(mean)
+            plain -= mean_of(wanted)
+        assert zeros, graph
+        left = mean_of(residuals(compression)[0]).reshape(SIDE, SIDE)
+        lost = np.abs(variable.numpy() - left - plain)[-1].max()
+        assert lost < 1e-5, (graph, zeros, lost)
+
+
 CASES = [
     what_is_thrown_away_leaves_no_trace, nothing_else_is_lost, of_two_optimizers_one_may_skip,
     a_scaler_that_skips_leaves_no_trace,
     an_exception_is_a_gradient_thrown_away, a_generator_goes_through_the_discriminator,
     gradients_may_be_added_up, a_loss_scale_changes_nothing, a_gradient_is_exchanged_once,
     a_norm_over_all_ranks_may_clip_what_an_optimizer_averages, applied_twice_is_sent_twice,
-    a_choice_of_methods_follows_too,
+    a_choice_of_methods_follows_too, means_of_zeros_count_as_applied,
 ]  # fmt: skip
