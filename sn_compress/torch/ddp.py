@@ -114,14 +114,13 @@ class CompressionState:
         self.collectives.waiting = engine.seconds.waiting
         self.names = Names(named_parameters)
         self.watch = CallWatch(warn_after, self.names.known, self._step_ended)
-        self.model: HookedModel | None = None  # once the hook was called
+        self.model = HookedModel()
         self._travelled: set[int] = set()  # identities of parameters that were in a bucket
         self._exchanged = False  # since the last step of an optimizer
         self._compares = False  # parameters, in this pass
         self._fingerprint: Fingerprint | None = None  # of the parameters, behind the last step
         # In the first pass of a static graph: parameters whose buckets have not come yet.
         self._to_come: set[int] = set()
-        self._passed = False  # a first pass has ended
         self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
         self.pending: list[Generator[Any, None, None]] = []  # rounds that have begun
         self.summing: list[Generator[Any, None, None]] = []  # of those, at the sum of their node
@@ -294,13 +293,10 @@ class CompressionState:
         self.traffic.overhead(words.nbytes)
         return collectives.total(words, device)
 
-    def begin_pass(self) -> None:
+    def begin_pass(self, bucket: dist.GradBucket) -> None:
         """Start a backward pass; drop what a pass that ended with an error has left."""
-        if self.model is None or self.model.gone:  # another DDP goes on with the same state
-            self.model, self._passed = HookedModel(), False
-            self.process_group = self.model.find(self, self._users_group)
-            self.collectives.group = self.process_group
-        first = self.model.static and not self._passed
+        first = self.model.find(self, bucket) and self.model.static
+        self.process_group = self.collectives.group = self.model.group(self._users_group)
         self._to_come = {id(parameter) for parameter, _ in self._trained()} if first else set()
         self.model.check_join()
         # Outside of a backward pass DDP calls its hook for ranks that have joined.
@@ -338,7 +334,6 @@ class CompressionState:
         step sends none: in a Join it has no data left.
         """
         self._to_come.clear()
-        self._passed = True
         means, self._means = self._means, None
         if means is not None:
             # Behind what DDP itself calls when the pass is over: a call that such a call asks for.
@@ -365,7 +360,7 @@ class CompressionState:
         return [(name, digest(parameter)) for parameter, name in self._trained()]
 
     def _trained(self) -> list[tuple[torch.Tensor, str]]:
-        trained = self.model.trained() if self.model else None
+        trained = self.model.trained()
         return self.names.known() if trained is None else trained
 
     def state_dict(self) -> dict[str, Any]:
@@ -436,7 +431,7 @@ def compression_hook(
     check_bucket(bucket)
     flat = bucket.buffer()
     if state.is_first(bucket):
-        state.begin_pass()
+        state.begin_pass(bucket)
     last = state.is_last(bucket)
     state.agree(flat)
     state._travelled.update(map(id, bucket.parameters()))

@@ -1,7 +1,7 @@
 """A process group's collectives, started and waited for; the DDP model of a hook; optimizer steps.
 
 register_comm_hook tells the state nothing, and a bucket knows no model. So `HookedModel` searches
-for the model once, when the hook is called first: it is alive, as it calls.
+for the model when a pass begins with a bucket that is new: it is alive, as it calls.
 
 A hook that was never registered, or that a strategy ignores, leaves no trace: training goes on with
 plain gradients. Only the optimizer's steps are sure to come, so `CallWatch` counts those. After one
@@ -134,28 +134,59 @@ class Collectives:
 
 
 class HookedModel:
-    """The model of one state; none where something else than DDP calls the hook, or before."""
+    """The model whose pass this is, of those that one state's hook is on; mostly there is one.
+
+    There are several where a model is wrapped anew while something holds the old DDP, as a caught
+    exception does, or where models take turns. None where something else than DDP calls the hook.
+    """
 
     def __init__(self) -> None:
         self._model: weakref.ref[DistributedDataParallel] | None = None
+        # By the place of their first bucket, which a pass that adds to that bucket is known by.
+        self._known: dict[int | None, weakref.ref[DistributedDataParallel] | None] = {}
 
-    def find(self, state: Any, group: Any) -> Any:
-        """Find the model; return the process group to use: the state's own, or the model's.
+    def find(self, state: Any, bucket: dist.GradBucket) -> bool:
+        """Find the model, by the first bucket of a pass; return whether it had none before."""
+        # In another place each time: a sparse gradient, and the zeros of a rank that has joined.
+        moves = bucket.buffer().is_sparse or torch._C._current_graph_task_id() < 0
+        place = None if moves else bucket.buffer().data_ptr()
+        if place in self._known:
+            self._model = self._known[place]
+            if self._model is None or self._alive() is not None:
+                return False
+        before = [known and known() for known in self._known.values()]
+        models = [
+            model
+            for model in live_objects(DistributedDataParallel)
+            if any(hooked is state for _, hooked in vars(model).get("_comm_hooks", ()))
+        ]
+        its = bucket.parameters()[0]
+        # Known ones call from where they did before, but for once, when DDP makes new buckets.
+        models.sort(key=lambda m: (all(p is not its for p in m.module.parameters()), m in before))
+        self._model = weakref.ref(models[0]) if models else None
+        self._known = {
+            at: known
+            for at, known in self._known.items()
+            if known and known() not in (None, *models[:1])
+        }
+        self._known[place] = self._model
+        return bool(models) and models[0] not in before
+
+    def group(self, group: Any) -> Any:
+        """The process group to use: the state's own, which is passed, or the model's.
 
         Raises CompressError for a group of other ranks than the model's.
         """
-        for model in live_objects(DistributedDataParallel):
-            if all(hooked is not state for _, hooked in vars(model).get("_comm_hooks", ())):
-                continue
-            self._model = weakref.ref(model)
-            theirs = model.process_group
-            group = theirs if group is None else group
-            if (ours := _ranks(group)) != (ddp := _ranks(theirs)):
-                raise CompressError(
-                    f"CompressionState has the process_group of ranks {ours}, and its hook is on a "
-                    f"DistributedDataParallel of ranks {ddp}; expected the same. Leave "
-                    "process_group out, or pass process_group=ddp.process_group."
-                )
+        if (model := self._alive()) is None:
+            return group
+        theirs = model.process_group
+        group = theirs if group is None else group
+        if (ours := _ranks(group)) != (ddp := _ranks(theirs)):
+            raise CompressError(
+                f"CompressionState has the process_group of ranks {ours}, and its hook is on a "
+                f"DistributedDataParallel of ranks {ddp}; expected the same. Leave "
+                "process_group out, or pass process_group=ddp.process_group."
+            )
         return group
 
     def check_join(self) -> None:
@@ -169,11 +200,6 @@ class HookedModel:
                 "ranks have not joined; expected True, which counts all ranks, joined ones with "
                 "zero gradients. Leave it out, or train without this hook."
             )
-
-    @property
-    def gone(self) -> bool:
-        """Whether the model was found and has been deleted since."""
-        return self._model is not None and self._alive() is None
 
     def _alive(self) -> DistributedDataParallel | None:
         return None if self._model is None else self._model()

@@ -13,6 +13,7 @@ from cases import (
     RANK,
     RANKS,
     TYPES,
+    Ledger,
     OfType,
     assert_alike,
     batch,
@@ -26,6 +27,7 @@ from cases import (
     train,
     wrap,
 )
+from outcomes import Turns
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -269,6 +271,32 @@ def a_static_graph_of_two_types_goes_on():
                 ddp = wrap(ddp.module, state, static_graph=True, bucket_cap_mb=25)
 
 
+def a_model_is_wrapped_anew_while_the_old_ddp_lives():
+    """The hook goes by the options of the one that calls it; the old one has none of them."""
+    for compression in LOSSY:
+        model = TwoTypes()
+        state = state_of(compression, model)
+        old = [wrap(model, state, bucket_cap_mb=25)]
+        train(old[0], range(4))
+        train(wrap(model, state, bucket_cap_mb=25, static_graph=True), range(3))
+        assert state.report()["steps"] == 7, state.report()
+        model = Turns()
+        state, optimizer, ledger = state_of(compression, model), sgd(model, 0.05), Ledger(model)
+        for steps, unused in ((range(4), False), (range(4, 12), True)):
+            ddp = wrap(model, state, find_unused_parameters=unused)
+            old.append(ddp)
+            for step in steps:
+                optimizer.zero_grad()
+                for part in (model.maker, model.judge):
+                    model.turn = [part] if unused else [model.maker, model.judge]
+                    ledger.owe(step)
+                    loss_of(ddp, step).backward()
+                ledger.pay()
+                optimizer.step()
+        ledger.check(state)
+        assert_alike(model)
+
+
 def the_default_type_is_the_users():
     """Loops set it for what they make themselves."""
     torch.set_default_dtype(torch.bfloat16)
@@ -326,5 +354,6 @@ CASES = [
     differences_are_still_found, an_unfrozen_parameter_is_compared,
     several_evaluations_a_step_are_refused, the_group_is_that_of_ddp,
     complex_parameters_are_averaged, a_static_graph_of_two_types_goes_on,
+    a_model_is_wrapped_anew_while_the_old_ddp_lives,
     the_default_type_is_the_users, every_type_is_averaged_or_refused,
 ]  # fmt: skip
