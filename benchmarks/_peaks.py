@@ -76,8 +76,8 @@ def make_nets(
     about = {"commit": commit(), "machine": machine()}
     order = {(net, method): at for at, (net, method) in enumerate(product(nets, methods))}
     for net in [*nets][:1] if args.quick else args.nets:
-        made = [row | about for row in rows_of(net, args)]
-        rows = [row for row in load(path) if row["net"] != net] + made
+        new_rows = [row | about for row in rows_of(net, args)]
+        rows = [row for row in load(path) if row["net"] != net] + new_rows
         rows.sort(key=lambda row: order[row["net"], row["method"]])
         save(path, rows)
     print(f"{table(rows)}\n\nrows: {path}")
@@ -97,9 +97,9 @@ def activation_bytes(loss: Callable[[], Any], weights: Sequence[Any]) -> tuple[i
     gc.disable()  # what was there before and goes meanwhile would count as given back
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            found = loss()
+            value = loss()
             with record_function("our backward pass"):
-                found.backward()
+                value.backward()
     finally:
         gc.enable()
     tree: list[Any] = watched.profiler.kineto_results.experimental_event_tree()
@@ -112,16 +112,16 @@ def activation_bytes(loss: Callable[[], Any], weights: Sequence[Any]) -> tuple[i
         elif event.name == "our backward pass":
             turn_ns = event.start_time_ns
     events.sort(key=lambda event: event[0])
-    last = {it.ptr: at for at, (_, it) in enumerate(events) if it.alloc_size > 0}
+    last = {fields.ptr: at for at, (_, fields) in enumerate(events) if fields.alloc_size > 0}
     gradients = {last[weight.grad.data_ptr()] for weight in weights if weight.grad is not None}
     sizes: dict[int, int] = {}
     now = most = held = 0
-    for at, (time_ns, it) in enumerate(events):
-        if it.alloc_size > 0 and at not in gradients:
-            sizes[it.ptr] = it.alloc_size
-            now += it.alloc_size
-        elif it.alloc_size < 0:  # of what was there before, nothing is known
-            now -= sizes.pop(it.ptr, 0)
+    for at, (time_ns, fields) in enumerate(events):
+        if fields.alloc_size > 0 and at not in gradients:
+            sizes[fields.ptr] = fields.alloc_size
+            now += fields.alloc_size
+        elif fields.alloc_size < 0:  # of what was there before, nothing is known
+            now -= sizes.pop(fields.ptr, 0)
         most = max(most, now)
         held = now if time_ns < turn_ns else held
     return held, most

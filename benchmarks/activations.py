@@ -331,8 +331,8 @@ def main() -> None:
         start = time.perf_counter()
         rows.append(train(run, data) | about)
         save(path, rows)
-        told = [str(rows[-1][field]) for field in (*fields, "ratio", "accuracy", "train_loss")]
-        print(" ".join(told), f"({time.perf_counter() - start:.0f} s)", flush=True)
+        cells = [str(rows[-1][field]) for field in (*fields, "ratio", "accuracy", "train_loss")]
+        print(" ".join(cells), f"({time.perf_counter() - start:.0f} s)", flush=True)
     print(f"\n{table(rows)}\n\nrows: {path}")
 
 

@@ -73,7 +73,7 @@ def saved_bytes(model: keras.Model, bits: Mapping[str, int] | None) -> int:
     """Bytes saved of a batch: float32, or bits by layer and a grid of 6 bytes for each 256."""
     total = 0.0
     for layer in model.layers:
-        inputs, outputs = (int(np.prod(it.shape[1:])) for it in (layer.input, layer.output))
+        inputs, outputs = (int(np.prod(tensor.shape[1:])) for tensor in (layer.input, layer.output))
         kind = type(layer).__name__
         if kind == "MaxPooling2D":
             # Its output is the next layer's input; its input is a ReLU's output.
@@ -141,14 +141,16 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
             losses.append(float(step(x, y)))
             seconds.append(time.process_time() - start)
         if has_statistics("CPU:0"):
-            with Allocations() as found:
+            with Allocations() as allocations:
                 step(x, y)
-            peak = found.peak_bytes
+            peak = allocations.peak_bytes
     test_images, test_labels = data["t10k"]
     answers = np.argmax(model.predict(test_images, batch_size=500, verbose=0), axis=1)
     linear = [layer.path for layer in model.layers if type(layer).__name__ in LINEAR]
     bits = (
-        None if compressed is None else {it: compressed.controller.bits(it) or 32 for it in linear}
+        None
+        if compressed is None
+        else {layer: compressed.controller.bits(layer) or 32 for layer in linear}
     )
     plain, held = saved_bytes(model, None), saved_bytes(model, bits)
     return asdict(run) | {
@@ -213,7 +215,7 @@ def main() -> None:
     done = {tuple(row[field] for field in asdict(runs[0])) for row in rows}
     data = {
         part: (images.permute(0, 2, 3, 1).numpy(), labels.numpy())
-        for part, (images, labels) in ((it, fashion_mnist(it)) for it in ("train", "t10k"))
+        for part, (images, labels) in ((split, fashion_mnist(split)) for split in ("train", "t10k"))
     }
     if args.quick:
         data["t10k"] = tuple(part[:500] for part in data["t10k"])

@@ -63,13 +63,13 @@ def dense(inputs: int, outputs: int, *hidden: int) -> nn.Module:
 
 def convolutional(first: int, second: int, third: int, strided: bool = False) -> nn.Module:
     """Return two convolutions with batch norm, each halving the image, and a hidden layer."""
-    made: list[nn.Module] = []
+    stack: list[nn.Module] = []
     for inputs, outputs in ((1, first), (first, second)):
-        made.append(nn.Conv2d(inputs, outputs, 3, stride=2 if strided else 1, padding=1))
-        made += [nn.BatchNorm2d(outputs), nn.ReLU()]
-        made += [] if strided else [nn.MaxPool2d(2)]
-    made += [nn.Flatten(), nn.Linear(49 * second, third), nn.ReLU(), nn.Linear(third, 10)]
-    return nn.Sequential(*made)
+        stack.append(nn.Conv2d(inputs, outputs, 3, stride=2 if strided else 1, padding=1))
+        stack += [nn.BatchNorm2d(outputs), nn.ReLU()]
+        stack += [] if strided else [nn.MaxPool2d(2)]
+    stack += [nn.Flatten(), nn.Linear(49 * second, third), nn.ReLU(), nn.Linear(third, 10)]
+    return nn.Sequential(*stack)
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ TASKS = {
 
 def widths(net: nn.Module) -> list[int]:
     """Outputs of each layer with weights, but the last."""
-    made = [m.weight.shape[0] for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    return made[:-1]
+    outputs = [m.weight.shape[0] for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    return outputs[:-1]
 
 
 def prune(net: nn.Module, optimizer: Any, sample: torch.Tensor, wanted: list[int]) -> None:
@@ -171,12 +171,12 @@ def score(net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     """Accuracy, or of two classes the area under the ROC curve, in per cent."""
     net.eval()
     with torch.inference_mode():
-        said = torch.cat([net(part) for part in inputs.split(TEST_BATCH)])
+        logits = torch.cat([net(part) for part in inputs.split(TEST_BATCH)])
     net.train()
-    if said.shape[1] > 2:
-        return round(100 * (said.argmax(1) == labels).double().mean().item(), 2)
+    if logits.shape[1] > 2:
+        return round(100 * (logits.argmax(1) == labels).double().mean().item(), 2)
     signal = labels.bool().numpy()
-    ranks = rankdata((said[:, 1] - said[:, 0]).double().numpy())[signal]
+    ranks = rankdata((logits[:, 1] - logits[:, 0]).double().numpy())[signal]
     below = ranks.sum() - len(ranks) * (len(ranks) + 1) / 2
     return round(100 * float(below) / (len(ranks) * (len(signal) - len(ranks))), 2)
 

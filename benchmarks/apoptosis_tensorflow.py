@@ -49,8 +49,8 @@ def recorded(model: Any, optimizer: Any) -> Any:
     @tf.function(autograph=False)
     def train(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
-            said = model(x, training=True)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, said)
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
             loss = tf.reduce_mean(losses)
         held = [variable.value for variable in model.trainable_variables]
         optimizer.apply(tape.gradient(loss, held), model.trainable_variables)
@@ -68,8 +68,8 @@ def data(*, held_out: bool) -> tuple[np.ndarray, ...]:
 def score(model: Any, inputs: np.ndarray, labels: np.ndarray) -> float:
     """Accuracy in per cent."""
     places = range(0, len(inputs), TEST_BATCH)
-    said = [model(inputs[place : place + TEST_BATCH]).numpy().argmax(1) for place in places]
-    return round(100 * float(np.mean(np.concatenate(said) == labels)), 2)
+    predicted = [model(inputs[place : place + TEST_BATCH]).numpy().argmax(1) for place in places]
+    return round(100 * float(np.mean(np.concatenate(predicted) == labels)), 2)
 
 
 def widths(model: Any) -> list[int]:
@@ -143,8 +143,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         kinds.setdefault((row["method"], *(row.get(name) for name in SETTINGS)), []).append(row)
-    for (method, *said), mine in kinds.items():
-        own = dict(zip(SETTINGS, said, strict=True))
+    for (method, *values), mine in kinds.items():
+        own = dict(zip(SETTINGS, values, strict=True))
         label = method if method == "plain" else f"{method}, {own['tolerance']}, {own['overhead']}"
         n, keys = len(mine), ("score", "parameters", "cpu_s", "wall_s")
         mean = {key: sum(row[key] for row in mine) / n for key in keys}

@@ -107,8 +107,10 @@ class Step:
     def step(self, *, count: bool = False) -> int:
         """Run a step; return its peak where it is counted."""
         torch.manual_seed(0)
-        found = run_step(self.run, self.model, ((self.sample,), {}), count=count, by_allocator=True)
-        return found.peak_bytes
+        measured = run_step(
+            self.run, self.model, ((self.sample,), {}), count=count, by_allocator=True
+        )
+        return measured.peak_bytes
 
 
 def by_inductor(model: nn.Module) -> Callable[..., Any]:
@@ -179,8 +181,10 @@ def moved(steps: Sequence[Step], chance: random.Random) -> None:
 
 def fixed_bytes(model: nn.Module, sample: torch.Tensor) -> int:
     """Bytes of parameters, buffers, the input and the gradients of parameters."""
-    held = sum(it.nbytes for it in (*model.parameters(), *model.buffers(), sample))
-    return held + sum(it.nbytes for it in model.parameters() if it.requires_grad)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), sample))
+    return held + sum(
+        parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
+    )
 
 
 def rows_of(
@@ -200,22 +204,22 @@ def rows_of(
 
     ground = plain(copy.deepcopy(model), sample)
     note({"method": "plain compile"}, ground)
-    budgets = {fixed + int(it * (ground.peak_bytes - fixed)): it for it in shares}
+    budgets = {fixed + int(share * (ground.peak_bytes - fixed)): share for share in shares}
     for solver in SOLVERS:
         for share in rivals:
-            found = rival(copy.deepcopy(model), sample, share, solver)
-            note({"method": f"torch {solver}", "setting": share}, found)
-            budgets.setdefault(found.peak_bytes, 0.0)
+            result = rival(copy.deepcopy(model), sample, share, solver)
+            note({"method": f"torch {solver}", "setting": share}, result)
+            budgets.setdefault(result.peak_bytes, 0.0)
     for budget in sorted(budgets, reverse=True):
         row = {"method": "sn_memory", "setting": budgets[budget] or None, "budget_bytes": budget}
         began = time.process_time()
         try:
-            step, made = ours(copy.deepcopy(model), sample, budget)
+            step, plan = ours(copy.deepcopy(model), sample, budget)
         except BudgetError as refusal:
             note({**row, "smallest_bytes": refusal.peak_bytes}, None)
             continue
         took = time.process_time() - began
-        note({**row, "predicted_bytes": made.peak_bytes, "plan_cpu_s": took}, step)
+        note({**row, "predicted_bytes": plan.peak_bytes, "plan_cpu_s": took}, step)
     in_turn([step for _, step in steps if step is not None], rounds)
     return [
         {

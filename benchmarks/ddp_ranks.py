@@ -41,8 +41,8 @@ def as_rank(work: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
     dist.init_process_group(
         backend, init_method=f"file://{folder}/meet", rank=rank, world_size=job["ranks"], **device
     )
-    found = work(job)
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    result = work(job)
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     time.sleep(_REST_S)  # Gloo's threads come to rest before the group goes
     dist.destroy_process_group()
@@ -103,8 +103,8 @@ def _follow(processes: list[Any], logs: list[Path], until: float) -> None:
         bad = [rank for rank, code in enumerate(codes) if code]
         if bad or time.monotonic() > until:
             what = f"rank {bad[0]} ended with {codes[bad[0]]}" if bad else "time is up"
-            said = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
-            raise RuntimeError(f"{what}; the ranks said:\n{said}")
+            output = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
+            raise RuntimeError(f"{what}; the ranks said:\n{output}")
         time.sleep(_NAP_S)
 
 

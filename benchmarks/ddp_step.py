@@ -78,12 +78,12 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     return {"taken": taken, "sent": sent, "parameters": ways[0].parameters}
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per way from what the ranks of a run found."""
 
     def medians(way: str, what: int) -> list[float]:
-        rounds = [rank["taken"][way] for rank in found]
-        return [statistics.median(step[what] for step in r) for each in rounds for r in each]
+        rounds = [rank["taken"][way] for rank in by_rank]
+        return [statistics.median(step[what] for step in r) for rank in rounds for r in rank]
 
     rows = []
     for way in job["ways"]:
@@ -94,9 +94,9 @@ def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, 
             added = [a - b for a, b in zip(own, plain, strict=True)]
             row[name] = round(statistics.median(own), 2)
             row[f"added_{name}"] = round(statistics.median(added), 2)
-        sent = found[0]["sent"][way]
-        row["sent_bytes"] = round(sent_bytes(sent, len(found)))
-        row |= {"collectives": len(sent), "parameters": found[0]["parameters"]}
+        sent = by_rank[0]["sent"][way]
+        row["sent_bytes"] = round(sent_bytes(sent, len(by_rank)))
+        row |= {"collectives": len(sent), "parameters": by_rank[0]["parameters"]}
         rows.append(row | about(__file__))
     return rows
 

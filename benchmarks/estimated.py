@@ -32,7 +32,9 @@ def larger(sample: Sample, times: int) -> Sample:
     """Return a sample of so many times the rows, the rows repeated."""
     return tree_map_only(
         torch.Tensor,
-        lambda it: it.repeat(times, *(1 for _ in it.shape[1:])) if it.dim() else it,
+        lambda tensor: (
+            tensor.repeat(times, *(1 for _ in tensor.shape[1:])) if tensor.dim() else tensor
+        ),
         sample,
     )
 
@@ -43,8 +45,8 @@ def row_of(name: str, times: int = 1) -> dict[str, Any]:
     times : how many times the rows of its own sample
     """
     torch.manual_seed(0)
-    made = ARCHITECTURES[name]
-    model, sample = made.model(), made.sample()
+    architecture = ARCHITECTURES[name]
+    model, sample = architecture.model(), architecture.sample()
     if times > 1:
         sample = larger(sample, times)
     row: dict[str, Any] = {"architecture": name, "times": times}
@@ -98,8 +100,8 @@ def main() -> None:
             print(rows[-1], flush=True)
     print(table(rows))
     if options.json:
-        found = {"machine": machine(), "commit": commit(), "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+        result = {"machine": machine(), "commit": commit(), "rows": rows}
+        options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ class Followed:
         self.states = [self.bucket.begin(state, [mean.reshape(self.shape)])] * RANKS
         self.memories = [np.zeros(self.shape, np.float32)] * RANKS
         self.sent: list[float] = []
-        self.owed: list[float] = []
+        self.residuals: list[float] = []
 
     def step(self, gradients: Sequence[Floats]) -> None:
         """One step of all ranks."""
@@ -69,7 +69,7 @@ class Followed:
         self.memories = [end.residuals[0] for end in ends]
         left = np.square(mean - ends[0].mean[0]).sum()
         self.sent.append(1 - left / np.square(mean).sum())
-        self.owed.append(math.sqrt(left / np.square(np.mean(gradients, axis=0)).sum()))
+        self.residuals.append(math.sqrt(left / np.square(np.mean(gradients, axis=0)).sum()))
 
     def row(self) -> dict[str, Any]:
         """What came of it."""
@@ -80,7 +80,7 @@ class Followed:
             "directions": self.part.sizes[0],  # type: ignore[attr-defined]
             "words": sum(self.bucket.words(RANKS)),
             "sent": round(float(np.mean(self.sent[half:])), 3),
-            "owed": round(float(np.mean(self.owed[half:])), 2),
+            "owed": round(float(np.mean(self.residuals[half:])), 2),
         }
 
 
@@ -114,18 +114,20 @@ def follow(net_name: str, directions: Sequence[int], steps: int) -> list[dict[st
         x = images[rows].view(RANKS, BATCH, *images.shape[1:])
         gradients, _ = rank_gradients(net, x, labels[rows].view(RANKS, BATCH))
         for at, (name, parameter) in enumerate(net.named_parameters()):
-            own = [each[at] for each in gradients]
+            own = [rank[at] for rank in gradients]
             mean = np.mean(own, axis=0, dtype=np.float32)
             if step == BEFORE and parameter.numel() >= 1024:
-                made = [both(name, tuple(parameter.shape), each, mean) for each in directions]
-                followed[at] = [one for pair in made for one in pair]
+                pairs = [
+                    both(name, tuple(parameter.shape), direction, mean) for direction in directions
+                ]
+                followed[at] = [one for pair in pairs for one in pair]
             for one in followed.get(at, []):
                 one.step(own)
             parameter.grad = torch.from_numpy(mean).view(parameter.shape)
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step + 1) / 50)
         optimizer.step()
-    return [{"net": net_name} | one.row() for each in followed.values() for one in each]
+    return [{"net": net_name} | one.row() for group in followed.values() for one in group]
 
 
 def main() -> None:

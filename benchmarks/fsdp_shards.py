@@ -155,8 +155,8 @@ def rows_by_seed(
             if measured(rows, job):
                 continue
             print(f"{way}, seed {seed}", file=sys.stderr, flush=True)
-            found = run_ranks(script, job, ranks=RANKS, timeout_s=3600)
-            rows.append(job | found[0] | about(script))
+            by_rank = run_ranks(script, job, ranks=RANKS, timeout_s=3600)
+            rows.append(job | by_rank[0] | about(script))
             save(args.json, rows)
     return rows
 

@@ -201,8 +201,8 @@ def main() -> None:
         for row in pool.imap_unordered(train, missing):
             rows.append(row | about)
             save(path, rows)
-            told = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
-            print(" ".join(told), f"{row['distance'][-1]:.4f} ({row['seconds']} s)", flush=True)
+            cells = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
+            print(" ".join(cells), f"{row['distance'][-1]:.4f} ({row['seconds']} s)", flush=True)
     report.publish(rows, path, RESULTS, args.png)
 
 

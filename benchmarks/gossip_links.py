@@ -94,8 +94,8 @@ def main(argv: list[str] | None = None) -> None:
 
     args = parse(argv)
     rows = load(args.json)
-    there = {tuple(row[key] for key in KEYS) for row in rows}
-    runs = [run for run in runs_of(args) if tuple(run[key] for key in KEYS) not in there]
+    existing = {tuple(row[key] for key in KEYS) for row in rows}
+    runs = [run for run in runs_of(args) if tuple(run[key] for key in KEYS) not in existing]
     say(f"{len(runs)} runs to do")
 
     def done(number: int, results: list[dict[str, Any]]) -> None:

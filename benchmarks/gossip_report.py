@@ -39,7 +39,7 @@ LOOKS = {
 
 def _groups(rows: list[Row]) -> dict[tuple[int, int, str], list[Row]]:
     """Rows that differ in their seed only, by steps, ranks and name."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     order = list(LOOKS)
     for row in sorted(
         rows,
@@ -47,8 +47,8 @@ def _groups(rows: list[Row]) -> dict[tuple[int, int, str], list[Row]]:
             -r["steps"], r["ranks"], order.index(r["method"]), r["pull"], r["seed"],
         ),
     ):  # fmt: skip
-        found[row["steps"], row["ranks"], _name(row)].append(row)
-    return found
+        groups[row["steps"], row["ranks"], _name(row)].append(row)
+    return groups
 
 
 def _name(row: Row) -> str:

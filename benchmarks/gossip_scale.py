@@ -57,15 +57,15 @@ def circumstance(row: Row) -> str:
 def errors(rows: list[Row], measured: list[Row]) -> str:
     """Measured rows beside the simulation's, in Markdown; what was fitted has no error."""
     keys = ("method", "ranks", "compute_s", "slow")
-    found = {tuple(row[key] for key in keys): row for row in rows if not row["jitter"]}
+    predicted = {tuple(row[key] for key in keys): row for row in rows if not row["jitter"]}
     longest = max(row["compute_s"] for row in measured)
     lines = []
     for row in measured:
-        told = found[tuple(row[key] for key in keys)]["step_s"]
+        predicted_s = predicted[tuple(row[key] for key in keys)]["step_s"]
         fitted = row["slow"] == 1 and row["compute_s"] == longest
-        error = "fitted" if fitted else f"{100 * (told / row['step_s'] - 1):+.1f} %"
+        error = "fitted" if fitted else f"{100 * (predicted_s / row['step_s'] - 1):+.1f} %"
         slow = "none" if row["slow"] == 1 else f"{row['slow']:g}x"
-        seconds = f"{row['step_s']:.2f}", f"{told:.2f}"
+        seconds = f"{row['step_s']:.2f}", f"{predicted_s:.2f}"
         lines.append((row["method"], f"{row['compute_s']:.2f}", slow, *seconds, error))
     head = ("method", "computing, s", "slow rank", "measured, s", "simulated, s", "error")
     return markdown(head, lines)
@@ -222,11 +222,11 @@ def gossip_s(seconds: Any, setting: Setting, method: str) -> float:
         leaves = np.maximum(np.maximum(ended, sent)[sources], received)
         received = leaves + link_s
         sent[sources] = received
-        begun = ended
-        ended = np.maximum(begun + seconds[step], received + setting.latency_s)
+        started = ended
+        ended = np.maximum(started + seconds[step], received + setting.latency_s)
         if "every" in method and step % 10 == 1:
             # Begun at the end of the step before; a tree of small messages there and back.
-            ended = np.maximum(ended, begun.max() + 2 * np.log2(ranks) * setting.latency_s)
+            ended = np.maximum(ended, started.max() + 2 * np.log2(ranks) * setting.latency_s)
         ended = ended + beside_s
     return (float(ended.mean()) - counted) / (steps - steps // 5)
 

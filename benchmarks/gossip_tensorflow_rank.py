@@ -134,8 +134,8 @@ def accuracy(net: Any, data: tuple[Any, Any]) -> float:
         return tf.reduce_sum(tf.cast(answers == tf.cast(own, tf.int64), tf.int32))
 
     parts = [slice(start, start + 500) for start in range(0, len(images), 500)]
-    found = sum(int(right(images[part], labels[part])) for part in parts)
-    return round(100 * found / len(images), 2)
+    correct = sum(int(right(images[part], labels[part])) for part in parts)
+    return round(100 * correct / len(images), 2)
 
 
 def main() -> None:
@@ -152,9 +152,9 @@ def main() -> None:
         row = train(run, job, data)
         if hvd.rank() == 0:
             append(rows, row | job["about"])
-            told = [str(row[key]) for key in (*run, "ratio", "accuracy", "worker_accuracy")]
+            cells = [str(row[key]) for key in (*run, "ratio", "accuracy", "worker_accuracy")]
             seconds = time.perf_counter() - start
-            print(" ".join(told), f"{row['distance'][-1]:.4f} ({seconds:.0f} s)", flush=True)
+            print(" ".join(cells), f"{row['distance'][-1]:.4f} ({seconds:.0f} s)", flush=True)
         hvd.allreduce(tf.zeros(1), name="together")
     hvd.shutdown()
 

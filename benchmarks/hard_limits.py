@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from accuracy import save
-from limited_nets import NETS, made
+from limited_nets import NETS, build
 from machine import commit, machine
 from process_bytes import held_bytes, warm
 from resident import Watch, status
@@ -71,10 +71,10 @@ def limit(most: int | None, cgroup: str) -> None:
 def trial(asked: dict[str, Any]) -> dict[str, Any]:
     """Train in this process."""
     warm()
-    model, sample = made(asked["net"])
-    there = held_bytes(model, sample)
+    model, sample = build(asked["net"])
+    resident = held_bytes(model, sample)
     base = held(asked["cgroup"])
-    row: dict[str, Any] = {"base_bytes": base, "there_bytes": there}
+    row: dict[str, Any] = {"base_bytes": base, "there_bytes": resident}
     run = model
     if asked["way"] == "planned":
         try:
@@ -86,7 +86,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
             "budget_bytes": record.budget_bytes, "process_bytes": record.process_bytes,
             "peak_bytes": record.plan.peak_bytes, "plain_bytes": record.plan.baseline_peak_bytes,
         }  # fmt: skip
-        row["limit_bytes"] = record.budget_bytes - there + record.process_bytes
+        row["limit_bytes"] = record.budget_bytes - resident + record.process_bytes
         row["limit_bytes"] += asked["scratch_bytes"]
     else:
         row["limit_bytes"] = asked["limit_bytes"]
@@ -101,7 +101,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             steps += 1
     except (MemoryError, RuntimeError) as error:
-        if not any(it in f"{type(error).__name__}: {error}" for it in STARVED):
+        if not any(message in f"{type(error).__name__}: {error}" for message in STARVED):
             raise
         row["error"] = str(error).splitlines()[0][:160]
     row |= {"steps": steps, "step_s": (time.perf_counter() - began) / max(steps, 1)}
@@ -129,7 +129,7 @@ def run_trial(asked: dict[str, Any]) -> dict[str, Any]:
     if done.returncode == 0:
         return asked | json.loads(done.stdout.splitlines()[-1])
     # Where memory runs out inside a library, or the cgroup kills, there may be no exception.
-    if done.returncode > 0 and not any(it in done.stderr for it in STARVED):
+    if done.returncode > 0 and not any(message in done.stderr for message in STARVED):
         raise SystemExit(f"the trial {asked} failed:\n{done.stderr[-2000:]}")
     return asked | {"steps": 0, "error": f"ended with {done.returncode}"}
 
@@ -155,17 +155,17 @@ def main() -> None:
                     "scratch_bytes": args.scratch << 20,
                 }  # fmt: skip
                 rows = json.loads(args.json.read_text()) if args.json.exists() else []
-                if any(all(row[it] == asked[it] for it in asked) for row in rows):
+                if any(all(row[key] == asked[key] for key in asked) for row in rows):
                     continue
                 if way == "plain":
                     of = asked | {"way": "planned"}
-                    ours = next(r for r in rows if all(r[it] == of[it] for it in of))
+                    ours = next(r for r in rows if all(r[key] == of[key] for key in of))
                     if "limit_bytes" not in ours:
                         continue
                     asked["limit_bytes"] = ours["limit_bytes"]
                 row = run_trial(asked) | {"commit": commit(), "machine": machine()}
                 save(args.json, [*rows, row])
-                mib = {it: round(row[it] / 2**20) for it in row if it.endswith("_bytes")}
+                mib = {key: round(row[key] / 2**20) for key in row if key.endswith("_bytes")}
                 end = row.get("error", "")
                 print(f"{name} {way}: {row['steps']} steps of {STEPS}, {mib} {end}", flush=True)
 

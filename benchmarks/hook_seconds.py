@@ -35,7 +35,7 @@ METHODS: dict[str, Any] = {
 }
 
 
-class Given(nn.Module):
+class FixedGradients(nn.Module):
     """A model whose gradients are given: normal numbers in the shapes of a known model."""
 
     def __init__(self, model: str) -> None:
@@ -43,19 +43,19 @@ class Given(nn.Module):
         generator = torch.Generator().manual_seed(0)
         shapes = [layer.shape for layer in layers(model)]
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        self.given = [torch.randn(shape, generator=generator) for shape in shapes]
+        self.gradients = [torch.randn(shape, generator=generator) for shape in shapes]
 
     def forward(self) -> torch.Tensor:
         """The loss."""
-        pairs = zip(self.weights, self.given, strict=True)
-        return torch.stack([(weight * given).sum() for weight, given in pairs]).sum()
+        pairs = zip(self.weights, self.gradients, strict=True)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
 
 
 def seconds(model: str, steps: int) -> dict[str, float]:
     """CPU seconds of a backward pass by method; the median of the steps behind the first four."""
     trained, taken = {}, {name: [] for name in METHODS}
     for name, compression in METHODS.items():
-        ddp = DistributedDataParallel(Given(model))
+        ddp = DistributedDataParallel(FixedGradients(model))
         if compression:
             named = list(ddp.module.named_parameters())
             state = CompressionState(compression, named_parameters=named)

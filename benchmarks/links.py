@@ -57,7 +57,7 @@ _LEVEL = 1.02  # times the fastest: what is as fast
 def row(of: Gpu, gpu: str, wire: str, way: str, scripts: dict[str, list[Script]]) -> dict[str, Any]:
     """One method on one link: seconds of a step in each of WAYS."""
     link = WIRES[wire].link()
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     sent = {}
     for name in WAYS:
         free, overlap = name.startswith("free"), "beside" in name
@@ -66,12 +66,12 @@ def row(of: Gpu, gpu: str, wire: str, way: str, scripts: dict[str, list[Script]]
             overlap=overlap, free=free,
         )  # fmt: skip
         predicted = seconds(exchanges, of.seconds, link, free=free, overlap=overlap)
-        found[name] = round(predicted.seconds, 5)
+        columns[name] = round(predicted.seconds, 5)
         sent[name] = predicted.sent_bytes
     elements = sum(layer.elements for layer in layers(of.model))
     return {
         "model": of.model, "gpu": gpu, "images": of.images, "precision": of.precision,
-        "link": wire, "ranks": RANKS, "method": way, "compute_s": round(of.seconds, 5), **found,
+        "link": wire, "ranks": RANKS, "method": way, "compute_s": round(of.seconds, 5), **columns,
         "ratio": round(4 * elements / sent["free_s"], 1),
         "codec_s": round(sum(sum(s.codec_s) for s in scripts[way]), 3) if way in scripts else None,
         "commit": _COMMIT, "machine": _MACHINE,
@@ -95,9 +95,9 @@ def tables(rows: list[dict[str, Any]]) -> str:
         cell = {(row["method"], row["link"]): row for row in of}
         head = f"{model}, {of[0]['images']} images on a {gpu}, {of[0]['precision']}"
         for way in WAYS:
-            name, _, beside = way.removesuffix("_s").partition("_")
+            name, _, suffix = way.removesuffix("_s").partition("_")
             codec = {"free": "codec free", "core": "codec on one core"}[name]
-            where = "beside" if beside else "behind"
+            where = "beside" if suffix else "behind"
             lines += [f"\n{head}; {codec}, exchange {where} the backward pass: ms (times plain)"]
             lines += [
                 text_table(

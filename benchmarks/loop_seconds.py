@@ -73,7 +73,7 @@ def step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """Train one step; return the loss and the gradients."""
     loss = model(x)
     loss.backward()
-    gradients = {name: it.grad for name, it in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"loss": loss.detach(), **gradients}
 
 
@@ -82,8 +82,8 @@ def in_turn(models: list[nn.Module], x: torch.Tensor, steps: int) -> list[float]
     taken: list[list[float]] = [[] for _ in models]
     for _ in range(steps):
         for model, runs in zip(models, taken, strict=True):
-            for it in model.parameters():
-                it.grad = None
+            for parameter in model.parameters():
+                parameter.grad = None
             began = time.process_time()
             model(x).backward()
             runs.append(time.process_time() - began)
@@ -123,14 +123,17 @@ def rows_of(
     sn_memory.settings.deterministic = True
     model = NETS[name](layers).train()
     x = torch.randn(ROWS, WIDTH)
-    fixed = 2 * sum(it.nbytes for it in model.parameters()) + x.nbytes
-    expected = {key: it if it is None else it.clone() for key, it in step(model, x).items()}
+    fixed = 2 * sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
+    expected = {
+        key: gradient if gradient is None else gradient.clone()
+        for key, gradient in step(model, x).items()
+    }
     plans: list[nn.Module] = []
     for share in SHARES:
         budget: Any = "100%"
         if share < 1:
-            whole = plans[0].sn_memory.plan.peak_bytes
-            budget = fixed + int(share * (whole - fixed))
+            peak = plans[0].sn_memory.plan.peak_bytes
+            budget = fixed + int(share * (peak - fixed))
         plans.append(
             sn_memory.torch.plan(model, x, budget, profile=False, time_limit_s=time_limit_s)
         )
@@ -138,19 +141,19 @@ def rows_of(
     rows = []
     for share, plan, took in zip(SHARES, plans, planned, strict=True):
         assert isinstance(plan.sn_memory.latest, Replay)
-        for it in model.parameters():
-            it.grad = None
+        for parameter in model.parameters():
+            parameter.grad = None
         calls = len(plan.sn_memory.trace.graph.ops)
-        made = sum(action.kind == "run" for action in plan.sn_memory.plan.actions)
+        runs = sum(action.kind == "run" for action in plan.sn_memory.plan.actions)
         rows.append(
             {
                 "net": name,
                 "layers": layers,
                 "share": share,
                 "calls": calls,
-                "made": made,
+                "made": runs,
                 "own_us": round(own / calls * 1e6, 2),
-                "planned_us": round(took / made * 1e6, 2),
+                "planned_us": round(took / runs * 1e6, 2),
                 "before_us": round(seconds_before(plan, x, steps) * 1e6, 1),
                 "peak_bytes": plan.sn_memory.plan.peak_bytes,
                 "equal": not differences(expected, step(plan, x)),
@@ -172,7 +175,7 @@ def main() -> None:
     for name in NETS:
         for row in rows_of(name, wanted.layers, wanted.steps):
             rows.append(row | about)
-            print(" ".join(f"{key} {it}" for key, it in row.items()), flush=True)
+            print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if wanted.json:
         save(wanted.json, rows)
 

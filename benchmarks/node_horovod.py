@@ -43,7 +43,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     hvd.init()
     model = Shapes(job["scale"])
     gradients = model.gradients(hvd.rank())
-    found: dict[str, Any] = {"alone": alone(model, gradients, hvd.barrier)}
+    result: dict[str, Any] = {"alone": alone(model, gradients, hvd.barrier)}
     for way in job["ways"]:
         model = Shapes(job["scale"])  # Horovod's hooks stay on the last one
         options = {} if WAYS[way] is None else {"compression": WAYS[way]}
@@ -65,16 +65,16 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             with optimizer.skip_synchronize():
                 optimizer.step()
         report = {} if WAYS[way] is None else WAYS[way].report(optimizer)
-        found[way] = {name: each[settle:] for name, each in taken.items()}
-        found[way]["nodes"] = report.get("nodes", 0)
+        result[way] = {name: values[settle:] for name, values in taken.items()}
+        result[way]["nodes"] = report.get("nodes", 0)
         del optimizer, model
     hvd.barrier()
     before = now()
     time.sleep(IDLE_S)
     after = now()
-    found["idle"] = {name: (after[name] - before[name]) / IDLE_S for name in ("sent", "cpu")}
+    result["idle"] = {name: (after[name] - before[name]) / IDLE_S for name in ("sent", "cpu")}
     hvd.barrier()
-    return found
+    return result
 
 
 def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dict[str, Any]]:
@@ -108,8 +108,10 @@ def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dic
                 )
         for rank, process in enumerate(processes):
             if process.wait(timeout=3600):
-                said = (folder / f"log{rank}").read_text(errors="replace")
-                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{said[-3000:]}")
+                output = (folder / f"log{rank}").read_text(errors="replace")
+                raise RuntimeError(
+                    f"rank {rank} ended with {process.returncode}:\n{output[-3000:]}"
+                )
     finally:
         for process in processes:
             process.kill()
@@ -119,15 +121,15 @@ def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dic
     return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(processes))]
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a way; idle bytes are of a second of the first node, CPU seconds of all ranks."""
     idle = {
         "cycle_ms": job["cycle_ms"],
-        "idle_bytes_s": round(found[0]["idle"]["sent"]),
-        "idle_cpu": round(sum(rank["idle"]["cpu"] for rank in found), 3),
+        "idle_bytes_s": round(by_rank[0]["idle"]["sent"]),
+        "idle_cpu": round(sum(rank["idle"]["cpu"] for rank in by_rank), 3),
     }
     return [
-        row_of(way, job, found) | {"by_nodes": found[0][way]["nodes"]} | idle | about(__file__)
+        row_of(way, job, by_rank) | {"by_nodes": by_rank[0][way]["nodes"]} | idle | about(__file__)
         for way in job["ways"]
     ]
 
@@ -159,8 +161,8 @@ def main() -> None:
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        found = work(json.loads((args.rank / "job.json").read_text()))
-        (args.rank / f"rank{os.environ['HOROVOD_RANK']}").write_text(json.dumps(found))
+        result = work(json.loads((args.rank / "job.json").read_text()))
+        (args.rank / f"rank{os.environ['HOROVOD_RANK']}").write_text(json.dumps(result))
         return
     rows = load(args.json)
     job = {name: getattr(args, name) for name in (*SETTINGS, "cycle_ms")}

@@ -51,7 +51,7 @@ def calls(dtype: torch.dtype, bits: int, layout: str, mib: int) -> tuple[int, di
     run = ROW if layout == "rows" else 0
     source, target = x, out
     if layout == "channels last":
-        source, target = (it.view(-1, *IMAGE).permute(3, 0, 1, 2) for it in (x, out))
+        source, target = (tensor.view(-1, *IMAGE).permute(3, 0, 1, 2) for tensor in (x, out))
         run = source[0].numel()
     values, back = packing.as_numpy(source), packing.as_numpy(target)
     ng, width = groups.Parts(n, bits, packing.GROUP, run).at(n)
@@ -64,10 +64,10 @@ def calls(dtype: torch.dtype, bits: int, layout: str, mib: int) -> tuple[int, di
 
 def row(dtype: torch.dtype, bits: int, layout: str, mib: int, rounds: int) -> dict[str, Any]:
     """One row of one pass: GB/s of each call."""
-    nbytes, found = calls(dtype, bits, layout, mib)
-    best = dict.fromkeys(found, math.inf)
+    nbytes, by_name = calls(dtype, bits, layout, mib)
+    best = dict.fromkeys(by_name, math.inf)
     for number in range(rounds + 1):
-        for name, call in found.items():
+        for name, call in by_name.items():
             start = time.process_time()
             call()
             if number:  # the first touches memory for the first time
@@ -84,9 +84,9 @@ def faster(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: of each kind the tensors of both sizes."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for it in rows:
-        line = cells.setdefault((it["dtype"], it["layout"]), [])
-        line.append(f"{it['pack_gb_s']:.1f}, {it['unpack_gb_s']:.1f} ({it['copy_gb_s']:.1f})")
+    for row in rows:
+        line = cells.setdefault((row["dtype"], row["layout"]), [])
+        line.append(f"{row['pack_gb_s']:.1f}, {row['unpack_gb_s']:.1f} ({row['copy_gb_s']:.1f})")
     head = ["type", "layout", *(f"{mib} MiB, {bits} bits" for mib in MIB for bits in BITS)]
     return markdown(head, [[*kind, *line] for kind, line in cells.items()])
 

@@ -33,8 +33,8 @@ def paired(
                 start = time.process_time()
                 wall[way].append(way())
                 cpu[way].append(time.process_time() - start)
-        for found, seconds in ((walls, wall), (cpus, cpu)):
-            found.append([mean(statistics.median(seconds[way])) for way in (plain, other)])
+        for medians, seconds in ((walls, wall), (cpus, cpu)):
+            medians.append([mean(statistics.median(seconds[way])) for way in (plain, other)])
     ratios = sorted(b / a for a, b in walls)
     cpu_ratios = sorted(b / a for a, b in cpus)
     low, _, high = statistics.quantiles(ratios, n=4) if pairs > 1 else ratios * 3

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from ddp_ranks import about, as_rank, run_ranks
 from ddp_ways import wrapped
-from hook_seconds import Given
+from hook_seconds import FixedGradients
 from language import Language, batch, loss_of
 from published import step_on
 from shaped_links import NoLinksError, ShapedLinks
@@ -68,7 +68,7 @@ def cases() -> dict[str, tuple[str, float]]:
     }
 
 
-def told(model: str, gbit: float, compute_s: float, rates: Rates) -> Prediction:
+def prediction(model: str, gbit: float, compute_s: float, rates: Rates) -> Prediction:
     """What predict says, with the exchange beside the backward pass."""
     return predict(
         layers(model), ranks=RANKS, link=Link.of_gbit(gbit), rates=rates,
@@ -78,8 +78,8 @@ def told(model: str, gbit: float, compute_s: float, rates: Rates) -> Prediction:
 
 def best(model: str, gbit: float, compute_s: float, rates: Rates) -> float:
     """Times plain of the faster of ours."""
-    found = told(model, gbit, compute_s, rates)
-    return max(found.row(method).speedup for method in OURS.values())
+    predicted = prediction(model, gbit, compute_s, rates)
+    return max(predicted.row(method).speedup for method in OURS.values())
 
 
 def of_nodes(gbit: float) -> Link:
@@ -127,21 +127,21 @@ def tables() -> str:
     times_plain = markdown([f"{RANKS} ranks", *names], lines)
     lines = []
     for name, (model, seconds) in cases().items():
-        found = told(model, 1, seconds, core)
-        limits = [found.row(method) for method in OURS.values()]
+        predicted = prediction(model, 1, seconds, core)
+        limits = [predicted.row(method) for method in OURS.values()]
         cells = [
-            f"{it.break_even_gbit:.1f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.1f}"
-            for it in limits
+            f"{limit.break_even_gbit:.1f} Gbit/s; against fp16 {limit.break_even_fp16_gbit:.1f}"
+            for limit in limits
         ]
         lines.append([name.partition(",")[0], *cells])
-    found = predict(
+    predicted = predict(
         layers("gpt2-small"), ranks=NODES * GPUS, link=of_nodes(1), rates=gpu,
         compute_s=A100_GPT2_S, overlap=True,
     )  # fmt: skip
-    limits = [found.row(name) for name in BY_NODES]
+    limits = [predicted.row(name) for name in BY_NODES]
     cells = [
-        f"{it.break_even_gbit:.0f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.0f}"
-        for it in limits
+        f"{limit.break_even_gbit:.0f} Gbit/s; against fp16 {limit.break_even_fp16_gbit:.0f}"
+        for limit in limits
     ]
     lines.append([f"GPT-2, {NODES} nodes of {GPUS}, codec on an H200", *cells])
     head = ["break-even link, codec on a core", *(f"`{name}`" for name in OURS)]
@@ -165,7 +165,7 @@ class Way:
         torch.manual_seed(0)
         self.job, self.seconds = job, list[float]()
         own = job["model"] == "transformer"
-        self.net: nn.Module = Language() if own else Given(job["model"])
+        self.net: nn.Module = Language() if own else FixedGradients(job["model"])
         self.ddp = self.net if name == "alone" else wrapped(name, self.net, dense=DENSE)[0]
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
         self.generator = torch.Generator().manual_seed(torch.distributed.get_rank())
@@ -197,15 +197,17 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     return {"rates": vars(rates), "taken": taken}
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each way: measured seconds of the slower rank, and predict's."""
     step_s = {
-        name: statistics.median(map(max, *(rank["taken"][name][SETTLE:] for rank in found)))
+        name: statistics.median(map(max, *(rank["taken"][name][SETTLE:] for rank in by_rank)))
         for name in ["alone", *WAYS]
     }
-    rates = {name: statistics.fmean(r["rates"][name] for r in found) for name in found[0]["rates"]}
+    rates = {
+        name: statistics.fmean(r["rates"][name] for r in by_rank) for name in by_rank[0]["rates"]
+    }
     return [
-        {"model": job["model"], "gbit": job["gbit"], "way": way, "ranks": len(found)}
+        {"model": job["model"], "gbit": job["gbit"], "way": way, "ranks": len(by_rank)}
         | {"step_s": step_s[way], "compute_s": step_s["alone"], "steps": job["steps"]}
         | {"rates": rates}
         | about(__file__)
@@ -221,20 +223,20 @@ def shapes_of(model: str) -> list[Layer]:
         return [Layer(name, tuple(p.shape)) for name, p in Language().named_parameters()]
 
 
-def said(row: dict[str, Any]) -> Step:
+def predicted_step(row: dict[str, Any]) -> Step:
     """What predict says of a measured row, told what was measured beside it."""
-    found = predict(
+    predicted = predict(
         shapes_of(row["model"]), ranks=row["ranks"], link=Link.of_gbit(row["gbit"]),
         rates=Rates(**row["rates"]), compute_s=row["compute_s"],
     )  # fmt: skip
-    return found.row(WAYS[row["way"]]).step
+    return predicted.row(WAYS[row["way"]]).step
 
 
 def measured(rows: list[dict[str, Any]]) -> str:
     """Rows as people read them."""
     cells = []
     for row in rows:
-        of = said(row)
+        of = predicted_step(row)
         times = [row["step_s"], of.seconds, of.seconds / row["step_s"]]
         times += [row["compute_s"], of.codec_s, of.exchange_s]
         cells.append([row["model"], row["gbit"], row["way"], *times])
@@ -277,11 +279,11 @@ def main() -> None:
             print(f"{model}, {gbit:g} Gbit/s", flush=True)
             try:
                 with ShapedLinks(2, gbit) as links:
-                    found = run_ranks(__file__, job, ranks=2, timeout_s=1800, links=links)
+                    by_rank = run_ranks(__file__, job, ranks=2, timeout_s=1800, links=links)
             except NoLinksError as why:
                 raise SystemExit(str(why)) from None
             rows = [row for row in rows if (row["model"], row["gbit"]) != (model, gbit)]
-            rows += rows_of(job, found)
+            rows += rows_of(job, by_rank)
             save(args.json, rows)
     print(measured(rows))
 

@@ -70,12 +70,12 @@ RECOMPUTE = ("keep", "recompute")
 
 def smallest(graph: Graph, time_limit_s: float) -> Plan:
     """The plan of least peak that was found by anyone."""
-    found = [planner(graph, budget_bytes=None) for planner in PLANNERS.values()]
+    plans = [planner(graph, budget_bytes=None) for planner in PLANNERS.values()]
     try:
         plan_graph(graph, graph.base_bytes, time_limit_s=time_limit_s)
     except BudgetError as refusal:
-        found += [refusal.plan] if refusal.plan else []
-    return min(found, key=lambda plan: (plan.peak_bytes, plan.seconds))
+        plans += [refusal.plan] if refusal.plan else []
+    return min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
 
 
 def front(
@@ -84,12 +84,12 @@ def front(
     """What `auto` answers at each budget, the smallest last; `least` where it finds nothing."""
     for count in range(len(budgets), 0, -1):
         try:
-            found = plan_front(
+            plans = plan_front(
                 graph, budgets[:count], techniques=techniques, time_limit_s=time_limit_s
             )
         except BudgetError:
             continue
-        return [*found, *(replace(least, budget_bytes=size) for size in budgets[count:])]
+        return [*plans, *(replace(least, budget_bytes=size) for size in budgets[count:])]
     raise AssertionError("the unplanned peak is a budget that everyone keeps")
 
 
@@ -221,9 +221,9 @@ def main(argv: list[str]) -> int:
         ]
         wanted = [model for model in wanted if model not in {r["model"] for r in rows}]
     for model in wanted:
-        made = [{**row, **state} for row in measure(model, NETWORKS[model](), count, limit)]
-        show(made)
-        rows = sorted([*rows, *made], key=lambda row: list(NETWORKS).index(row["model"]))
+        measured = [{**row, **state} for row in measure(model, NETWORKS[model](), count, limit)]
+        show(measured)
+        rows = sorted([*rows, *measured], key=lambda row: list(NETWORKS).index(row["model"]))
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.png:

@@ -49,7 +49,7 @@ def row(
     replay = check_plan(graph, plan) if plan else None
     held = all_bytes(graph) if planner == "keep_all" else peak(graph).bytes
     seconds = baseline_seconds(graph)
-    made = {
+    result = {
         "model": f"resnet{depth}",
         "framework": "generated",
         "planner": planner,
@@ -72,13 +72,13 @@ def row(
         "host_peak_bytes": replay.host_peak_bytes if replay else 0,
         "device": graph.device.name,
     }
-    sizes = [made[key] / 2**30 for key in ("predicted_peak_bytes", "baseline_peak_bytes")]
+    sizes = [result[key] / 2**30 for key in ("predicted_peak_bytes", "baseline_peak_bytes")]
     what = f"{planner:>10} depth {depth:5} batch {batch:3} update {'early' if early else 'end':5}"
-    slow = made["predicted_s"] / seconds - 1
+    slow = result["predicted_s"] / seconds - 1
     print(
         f"{what} {sizes[0]:6.2f} of {sizes[1]:6.2f} GiB, {slow:+.1%}, planned in {s / 60:.1f} min"
     )
-    return made
+    return result
 
 
 def all_bytes(graph: Graph) -> int:
@@ -136,8 +136,8 @@ def main(argv: list[str]) -> int:
     parts = args.part or ["deepest", "resnet2500"]
     rows: list[dict[str, Any]] = []
 
-    def note(made: dict[str, Any]) -> None:
-        rows.append({**made, "commit": commit(), "machine": machine()})
+    def note(row: dict[str, Any]) -> None:
+        rows.append({**row, "commit": commit(), "machine": machine()})
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -103,10 +103,10 @@ def pairs(side: int, batch: int) -> dict[str, tuple[Any, Any, Any, Any]]:
 def alive(graph: Graph) -> dict[str, int]:
     """Bytes at the peak per kind of op that made them, the six largest."""
     maker = {name: op.kind for op in graph.ops for name in op.outputs}
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for name, size in peak(graph).owners:
-        found[maker.get(name, name if name in ("resident", "workspace") else "input")] += size
-    return dict(found.most_common(7))
+        sizes[maker.get(name, name if name in ("resident", "workspace") else "input")] += size
+    return dict(sizes.most_common(7))
 
 
 def main(argv: list[str]) -> int:
@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
         ratio = row["tensorflow_peak_bytes"] / row["torch_peak_bytes"]
         print(f"{name}: TensorFlow over torch {ratio:.4f}", flush=True)
         for framework in graphs:
-            shown = {key: f"{it / 2**20:.1f}" for key, it in row[f"{framework}_alive"].items()}
+            shown = {key: f"{size / 2**20:.1f}" for key, size in row[f"{framework}_alive"].items()}
             print(f"  {framework} {row[f'{framework}_peak_bytes'] / 2**20:.1f} MiB, of it {shown}")
         if args.json:
             args.json.write_text(json.dumps(rows, indent=1) + "\n")

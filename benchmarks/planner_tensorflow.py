@@ -91,9 +91,9 @@ def training_step(model: keras.Model) -> Any:
 def measured(run: Any, x: Any) -> sn_memory.tensorflow.Allocations:
     """What a warm step asks for."""
     float(run(x))
-    with sn_memory.tensorflow.Allocations() as found:
+    with sn_memory.tensorflow.Allocations() as allocations:
         float(run(x))
-    return found
+    return allocations
 
 
 def one_thread() -> None:
@@ -107,13 +107,13 @@ def seconds_of(runs: list[Any], x: Any, rounds: int = 7) -> list[tuple[float, fl
 
     The steps take turns, so that a busy machine is busy for all.
     """
-    found: list[list[tuple[float, float]]] = [[] for _ in runs]
+    by_run: list[list[tuple[float, float]]] = [[] for _ in runs]
     for _ in range(rounds):
-        for mine, run in zip(found, runs, strict=True):
+        for mine, run in zip(by_run, runs, strict=True):
             began, worked = time.perf_counter(), time.process_time()
             float(run(x))
             mine.append((time.process_time() - worked, time.perf_counter() - began))
-    return [(median(it[0] for it in mine), median(it[1] for it in mine)) for mine in found]
+    return [(median(step[0] for step in mine), median(step[1] for step in mine)) for mine in by_run]
 
 
 def resident_of(arguments: list[str], plan: Plan | None) -> int:
@@ -159,7 +159,7 @@ def resident(path: Path, name: str, side: int, batch: int) -> int:
 def status_kib(key: str) -> int:
     """A line of the system's account of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(it for it in lines if it.startswith(key)).split()[1])
+    return int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, Any]]:

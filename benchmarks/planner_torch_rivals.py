@@ -57,9 +57,9 @@ class OpSeconds(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         forms = [
-            f"{it.dtype}{tuple(it.shape)}{it.stride()}"
-            for it in tree_leaves((args, kwargs))
-            if isinstance(it, torch.Tensor)
+            f"{tensor.dtype}{tuple(tensor.shape)}{tensor.stride()}"
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
         ]
         key = f"{func}{forms}"
         began = time.thread_time()
@@ -80,15 +80,23 @@ def measured(
         with restore_step(model, sample):
             seconds = OpSeconds(least)
             with seconds:
-                found = run_step(forward, model, arguments, count=count)
-    return found.peak_bytes, seconds.calls
+                step = run_step(forward, model, arguments, count=count)
+    return step.peak_bytes, seconds.calls
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The longest row of blocks: what a user would checkpoint one by one."""
-    rows = [list(it) for it in model.modules() if isinstance(it, nn.Sequential | nn.ModuleList)]
+    rows = [
+        list(container)
+        for container in model.modules()
+        if isinstance(container, nn.Sequential | nn.ModuleList)
+    ]
     wide = [block for row in rows for block in row if next(block.children(), None)]
-    return [block for block in wide if not any(block in set(it.modules()) - {it} for it in wide)]
+    return [
+        block
+        for block in wide
+        if not any(block in set(other.modules()) - {other} for other in wide)
+    ]
 
 
 @contextmanager
@@ -161,10 +169,10 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     least: dict[str, float] = {}
     runs = list(rivals(model, sample, least, shares))
     for peak in sorted({run[0] for _, method, _, run in runs if method != "none"}):
-        found = ours(copy.deepcopy(model), sample, least, peak)
-        if found is not None:
-            runs.append(("eager", "sn_memory", peak, found))
-        print(f"{name} {peak} {found and found[0]}", flush=True)
+        own = ours(copy.deepcopy(model), sample, least, peak)
+        if own is not None:
+            runs.append(("eager", "sn_memory", peak, own))
+        print(f"{name} {peak} {own and own[0]}", flush=True)
     return [
         {
             "model": name,
@@ -172,7 +180,7 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
             "method": method,
             "setting": setting,
             "peak_bytes": peak,
-            "op_s": sum(least[it] for it in calls),
+            "op_s": sum(least[call] for call in calls),
             "calls": len(calls),
             "commit": commit(),
             "machine": machine(),
@@ -205,7 +213,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         for (engine, method), colour in colours.items():
             points = sorted(
                 (row for row in mine if (row["engine"], row["method"]) == (engine, method)),
-                key=lambda it: it["setting"],
+                key=lambda row: row["setting"],
             )
             ours = method == "sn_memory"
             peaks = [row["peak_bytes"] / 2**20 for row in points]

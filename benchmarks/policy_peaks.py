@@ -52,8 +52,8 @@ class WithLoss(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean square of the output."""
-        made = self.net(x)
-        return getattr(made, "logits", made).square().mean()
+        outputs = self.net(x)
+        return getattr(outputs, "logits", outputs).square().mean()
 
 
 def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -130,10 +130,12 @@ def on_ranks(name: str, share: float) -> tuple[int, int, int]:
         )
         for rank in range(RANKS)
     ]
-    said = [it.communicate()[0] for it in ranks]
-    if any(it.returncode for it in ranks):
-        raise RuntimeError(f"ranks of {name} ended with {[it.returncode for it in ranks]}")
-    budget, predicted, peak = json.loads(said[0].splitlines()[-1])
+    outputs = [process.communicate()[0] for process in ranks]
+    if any(process.returncode for process in ranks):
+        raise RuntimeError(
+            f"ranks of {name} ended with {[process.returncode for process in ranks]}"
+        )
+    budget, predicted, peak = json.loads(outputs[0].splitlines()[-1])
     return budget, predicted, peak
 
 
@@ -154,11 +156,11 @@ def main(argv: list[str]) -> int:
     rows: list[dict[str, Any]] = []
     if args.json and args.json.exists():
         rows = json.loads(args.json.read_text())
-    there = {(it["model"], it["way"], it["share"]) for it in rows}
+    done = {(row["model"], row["way"], row["share"]) for row in rows}
     for way in args.ways:
         for name in args.models:
             for share in args.shares:
-                if (name, way, share) in there:
+                if (name, way, share) in done:
                     continue
                 if way == "fsdp2":
                     budget, predicted, peak = on_ranks(name, share)

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from accuracy import save
-from limited_nets import NETS, made
+from limited_nets import NETS, build
 from machine import commit, machine
 from resident import Watch, status
 from torch import nn
@@ -49,13 +49,13 @@ def warm() -> None:
 
 def held_bytes(model: nn.Module, sample: torch.Tensor) -> int:
     """Of what a plan counts, what is there before a step."""
-    return sum(it.nbytes for it in (*model.parameters(), *model.buffers(), sample))
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), sample))
 
 
 def row_of(name: str) -> dict[str, Any]:
     """Plan and train one network, and count."""
     warm()
-    model, sample = made(name)
+    model, sample = build(name)
     base = status()["VmData"]
     planned = sn_memory.torch.plan(model, sample, "80%")
     plan, calls = planned.sn_memory.plan, len(planned.sn_memory.trace.graph.ops)
@@ -99,7 +99,7 @@ def main() -> None:
     for name in args.nets:
         for malloc in args.malloc:
             rows = json.loads(args.json.read_text()) if args.json.exists() else []
-            if any((it["net"], it["malloc"]) == (name, malloc) for it in rows):
+            if any((row["net"], row["malloc"]) == (name, malloc) for row in rows):
                 continue
             done = subprocess.run(
                 [sys.executable, __file__, "--one", name],
@@ -111,7 +111,7 @@ def main() -> None:
             row = json.loads(done.stdout.splitlines()[-1])
             row |= {"malloc": malloc, "commit": commit(), "machine": machine()}
             save(args.json, [*rows, row])
-            mib = {it: round(row[it] / 2**20, 1) for it in row if it.endswith("_bytes")}
+            mib = {key: round(row[key] / 2**20, 1) for key in row if key.endswith("_bytes")}
             print(f"{name}, malloc {malloc}: {row['calls']} calls, {mib}", flush=True)
 
 

@@ -64,9 +64,9 @@ def run_ranks(
                         stderr=subprocess.STDOUT,
                     )
                 )
-            found = _Found(Path(folder), links.ranks, done)
-            _follow(processes, logs, time.monotonic() + timeout_s, found)
-            return found.runs
+            ended = _Ended(Path(folder), links.ranks, done)
+            _follow(processes, logs, time.monotonic() + timeout_s, ended)
+            return ended.runs
         finally:
             # A rank whose peer is gone waits on; the peer's end is theirs.
             for process in processes:
@@ -79,7 +79,7 @@ def run_ranks(
             server._httpd.server_close()  # stop() leaves the socket open
 
 
-class _Found:
+class _Ended:
     """What ranks have written so far, one line for each run."""
 
     def __init__(
@@ -97,10 +97,10 @@ class _Found:
             self._done(number, self.runs[-1])
 
 
-def _follow(processes: list[Any], logs: list[Any], until: float, found: _Found) -> None:
+def _follow(processes: list[Any], logs: list[Any], until: float, ended: _Ended) -> None:
     while True:
         codes = [process.poll() for process in processes]
-        found.look()
+        ended.look()
         if all(code == 0 for code in codes):
             return
         bad = [rank for rank, code in enumerate(codes) if code]

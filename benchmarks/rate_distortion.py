@@ -155,11 +155,11 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def worse(rows: list[dict[str, Any]]) -> str:
     """Where ours loses more than a rival."""
-    found = [r for r in rows if r["method"] != "auto" and r["auto_nmse"] > r["nmse"]]
+    lost = [r for r in rows if r["method"] != "auto" and r["auto_nmse"] > r["nmse"]]
     return "\n".join(
         f"  {label(r)} on {r['net']} {r['tensor']} step {r['step']} ({r['n']} elements, ratio "
         f"{r['ratio']:.0f}): {r['nmse']:.3g}, ours {r['auto_nmse']:.3g}"
-        for r in found
+        for r in lost
     )
 
 
@@ -209,8 +209,8 @@ def main() -> None:
     steps = {"200"} if args.quick else {"5", "60", "200", "400"}
     rows = measure(load(), steps)
     print(table(rows))
-    if told := worse(rows):
-        print(f"worse than a rival:\n{told}")
+    if report := worse(rows):
+        print(f"worse than a rival:\n{report}")
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")

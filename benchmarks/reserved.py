@@ -117,7 +117,7 @@ def columns(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 def kept(graph: Graph, budget: int, first: Plan, limit_s: float) -> dict[str, Any]:
     """Plans for reserved bytes: what each reserves, or the least that was found, and seconds."""
-    found: dict[str, Any] = {}
+    by_setting: dict[str, Any] = {}
 
     def search(live: int, seconds: float | None) -> Plan:
         # The first search is the same for all settings.
@@ -141,8 +141,8 @@ def kept(graph: Graph, budget: int, first: Plan, limit_s: float) -> dict[str, An
         except BudgetError as error:
             row = {"least": error.peak_bytes}
         # Beside the first search, which is the same with and without.
-        found[name] = {**row, "more_s": time.perf_counter() - began}
-    return found
+        by_setting[name] = {**row, "more_s": time.perf_counter() - began}
+    return by_setting
 
 
 def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[dict[str, Any]]:
@@ -150,12 +150,12 @@ def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[di
     with torch.device("meta"):
         model, sample = FULL[name][0](), FULL[name][1]()
     graph = sn_memory.torch.trace(model, sample, device=card, profile=False).graph
-    whole = unplanned_bytes(graph)
+    unplanned = unplanned_bytes(graph)
     head = {"network": name, "card": card, "commit": commit(), "machine": machine()}
     plain = policy("liveness")(graph, budget_bytes=None)
-    rows = [{**head, "share": None, "unplanned": whole, **columns(graph, plain)}]
+    rows = [{**head, "share": None, "unplanned": unplanned, **columns(graph, plain)}]
     for share in SHARES:
-        budget = int(share * whole)
+        budget = int(share * unplanned)
         row = {**head, "share": share, "budget": budget}
         began = time.perf_counter()
         try:
@@ -188,21 +188,21 @@ def table(rows: list[dict[str, Any]]) -> str:
             lines.append(f"| {name} | {budget} | refused: {row['least'] / MIB:.1f} |" + 8 * "  |")
             continue
         over = [
-            f"{100 * (row[it] / row['packed'] - 1):+.1f} %" if it in row else ""
-            for it in ("default", "expandable", "first", "placed", "classes")
+            f"{100 * (row[allocator] / row['packed'] - 1):+.1f} %" if allocator in row else ""
+            for allocator in ("default", "expandable", "first", "placed", "classes")
         ]
         live = f"{row['live'] / MIB:.1f}"
         packed = f"{100 * (row['packed'] / row['live'] - 1):+.1f} %"
         held = []
-        for it in SETTINGS:
-            made = row.get("kept", {}).get(it)
-            if made is None:
+        for setting in SETTINGS:
+            planned = row.get("kept", {}).get(setting)
+            if planned is None:
                 held.append("")
-            elif "least" in made:
-                held.append(f"refused: {made['least'] / MIB:.0f}")
+            elif "least" in planned:
+                held.append(f"refused: {planned['least'] / MIB:.0f}")
             else:
                 held.append(
-                    f"{made['reserved'] / MIB:.0f}, op time {100 * made['overhead']:+.1f} %"
+                    f"{planned['reserved'] / MIB:.0f}, op time {100 * planned['overhead']:+.1f} %"
                 )
         lines.append(f"| {' | '.join([name, budget, live, packed, *over, *held])} |")
     return "\n".join(lines)
@@ -223,10 +223,10 @@ def main() -> None:
         print(table(rows))
         return
     torch.set_num_threads(1)
-    there = {(row["network"], row["card"]) for row in rows}
+    done = {(row["network"], row["card"]) for row in rows}
     for card in options.cards:
         for name in options.models:
-            if (name, card) not in there:
+            if (name, card) not in done:
                 rows += rows_of(name, card, options.time_limit, with_kept=not options.no_kept)
                 options.json.write_text(json.dumps(rows, indent=1) + "\n")
                 print(name, card, flush=True)

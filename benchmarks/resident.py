@@ -32,7 +32,7 @@ class Watch(threading.Thread):
 
     def run(self) -> None:
         while not self._ended.wait(0.01):
-            self.most = {name: max(it, self.most[name]) for name, it in status().items()}
+            self.most = {name: max(size, self.most[name]) for name, size in status().items()}
 
     def end(self) -> dict[str, int]:
         """Stop looking, and return the most there was."""

@@ -93,11 +93,11 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per way from what both ranks found; seconds are the slower rank's."""
     rows = []
     for way in job["ways"]:
-        ranks = [rank[way] for rank in found]
+        ranks = [rank[way] for rank in by_rank]
         steps = list(map(max, *(rank["seconds"][SETTLE:] for rank in ranks)))
         sent = [size for rank in ranks for size in rank["sent"][SETTLE:]]
         curve = ranks[0]["curve"]
@@ -175,10 +175,10 @@ def main() -> None:
         print(f"{gbit:g} Gbit/s, seed {seed}", flush=True)
         try:
             with ShapedLinks(2, gbit) as links:
-                found = run_ranks(__file__, job, ranks=2, timeout_s=3600, links=links)
+                by_rank = run_ranks(__file__, job, ranks=2, timeout_s=3600, links=links)
         except NoLinksError as why:
             raise SystemExit(str(why)) from None
-        new = rows_of(job | {"ranks": 2}, found)
+        new = rows_of(job | {"ranks": 2}, by_rank)
         keys = {key_of(row) for row in new}
         rows = [row for row in rows if key_of(row) not in keys] + new
         save(args.json, rows)

@@ -304,8 +304,8 @@ def main() -> None:
         for row in pool.imap_unordered(train, missing):
             rows.append(row | about)
             save(path, rows)
-            told = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
-            print(" ".join(told), f"({row['seconds']} s)", flush=True)
+            cells = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
+            print(" ".join(cells), f"({row['seconds']} s)", flush=True)
     text = report.text(rows, " --long" * args.long + " --unseen" * args.unseen)
     print(f"\n{text}\n\nrows: {path}")
     if args.against:

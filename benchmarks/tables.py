@@ -25,8 +25,8 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
         with_header_hide=None,
     )
     cells = [list(line) for line in lines]
-    made: str = tabulate(cells, list(head), bare, disable_numparse=True, stralign=None)
-    return made
+    table: str = tabulate(cells, list(head), bare, disable_numparse=True, stralign=None)
+    return table
 
 
 def between_markers(text: str, name: str, new: str) -> str:
@@ -49,5 +49,5 @@ def columns(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     heads = list(head)
     sides = ["left", *["right"] * (len(heads) - 1)]
     cells = [list(line) for line in lines]
-    made: str = tabulate(cells, heads, "plain", disable_numparse=True, colalign=sides)
-    return made
+    table: str = tabulate(cells, heads, "plain", disable_numparse=True, colalign=sides)
+    return table

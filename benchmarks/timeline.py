@@ -17,7 +17,7 @@ COLOURS = {"compute": "#5f6368", "codec": "#d55e00", "link": "#0072b2"}
 _WORTH_A_NAME = 0.06  # of the step, below which a bar is too short for its tensor's name
 
 
-def draw(found: list[dict[str, Any]], path: Path) -> None:
+def draw(runs: list[dict[str, Any]], path: Path) -> None:
     """One panel for each method, on the same scale."""
     import matplotlib as mpl
 
@@ -26,11 +26,11 @@ def draw(found: list[dict[str, Any]], path: Path) -> None:
 
     plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
     figure, panels = plt.subplots(
-        len(found), 1, figsize=(11, 1.9 * len(found) + 0.5), sharex=True, layout="constrained",
+        len(runs), 1, figsize=(11, 1.9 * len(runs) + 0.5), sharex=True, layout="constrained",
         squeeze=False,
     )  # fmt: skip
-    longest = max(end for run in found for *_, end in run["stamps"])
-    for run, axes in zip(found, panels[:, 0], strict=True):
+    longest = max(end for run in runs for *_, end in run["stamps"])
+    for run, axes in zip(runs, panels[:, 0], strict=True):
         for what, name, start, end in run["stamps"]:
             lane = LANES.index(what)
             # Several tensors are under way at once: what is sent is drawn see-through.
@@ -67,10 +67,10 @@ def main() -> None:
     flags.add_argument("--methods", nargs="+", default=["plain", "shared"])
     args = flags.parse_args()
     runs = json.loads(args.stamps.read_text())
-    found = [run for name in args.methods for run in runs if run["method"] == name]
-    if not found:
+    chosen = [run for name in args.methods for run in runs if run["method"] == name]
+    if not chosen:
         raise SystemExit(f"{args.stamps} has none of {', '.join(args.methods)}")
-    draw(found, args.picture)
+    draw(chosen, args.picture)
 
 
 if __name__ == "__main__":

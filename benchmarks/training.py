@@ -117,13 +117,13 @@ def main(argv: list[str] | None = None) -> None:
         print(f"removed {', '.join(left)}" if left else "nothing is left of earlier runs")
         return
     rows, stamps = load(args.json), list[dict[str, Any]]()
-    there = {key_of(row) for row in rows}
+    done = {key_of(row) for row in rows}
     with tempfile.TemporaryDirectory() as own:
         folder = args.recorded or Path(own)
         folder.mkdir(parents=True, exist_ok=True)
         for gbit in args.gbit:
             wanted = replay_runs(args, gbit, folder) + train_runs(args, gbit)
-            runs = [run for run in wanted if key_of(run) not in there]
+            runs = [run for run in wanted if key_of(run) not in done]
             minutes = sum(estimate_s(run) for run in runs if run["replayed"]) / 60
             say(
                 f"{gbit:g} Gbit/s: {len(runs)} runs to do, {len(wanted) - len(runs)} done before; "

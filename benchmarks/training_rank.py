@@ -131,7 +131,7 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
     scripts = [Script(**entry) for entry in run["scripts"]]
     forward = (1 - BACKWARD) * run["compute_s"]
     backward = BACKWARD * run["compute_s"] / len(scripts)
-    travel, idle = Travel(hvd, beside=run["overlap"]), Idle()
+    travel, idle = Travel(hvd, overlap=run["overlap"]), Idle()
 
     def step(*, timed: bool) -> list[Stamp]:
         stamps = [Stamp("compute", "forward", time.perf_counter(), 0.0)]
@@ -292,10 +292,10 @@ def main() -> None:
         for number, run in enumerate(job["runs"]):
             if "scripts" in run:
                 run["scripts"] = json.loads(Path(run["scripts"]).read_text())
-                found = replay(run)
+                result = replay(run)
             else:
-                found = gossiped(run) if "gossip" in run else train(run)
-            file.write(json.dumps({"number": number, **found}) + "\n")
+                result = gossiped(run) if "gossip" in run else train(run)
+            file.write(json.dumps({"number": number, **result}) + "\n")
             file.flush()
     hvd.shutdown()
 

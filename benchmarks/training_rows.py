@@ -123,14 +123,14 @@ def averaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     seeds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         seeds.setdefault(key_of(row | {"seed": None}), []).append(row)
-    found = []
+    averages = []
     for same in seeds.values():
         means = {}
         for name in _MEASURED:
             values = [row[name] for row in same]
             means[name] = None if None in values else statistics.fmean(values)
-        found.append(same[0] | means | {"seed": len(same)})
-    return found
+        averages.append(same[0] | means | {"seed": len(same)})
+    return averages
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -151,12 +151,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         plain = [row["step_s"] for row in rows if row["method"] == "plain" and _same(row, group[0])]
         for row in group:
             faster = plain[0] / row["step_s"] if plain else None
-            told = row["predicted_wire_bytes_per_step"] / 1e6
+            predicted_mb = row["predicted_wire_bytes_per_step"] / 1e6
             sent = row["bytes_per_step"] / 1e6
             cells.append(
                 [
-                    row["method"], row["codec"], row["step_s"], faster, row["ratio"], sent, told,
-                    row["accuracy"], row["seconds_to_target"], row["seed"],
+                    row["method"], row["codec"], row["step_s"], faster, row["ratio"], sent,
+                    predicted_mb, row["accuracy"], row["seconds_to_target"], row["seed"],
                 ]
             )  # fmt: skip
         lines.append(text_table(_HEAD, cells, _FORMATS))

@@ -109,7 +109,7 @@ class _Trip:
 class Travel:
     """All exchanges of a step on one rank.
 
-    beside : the codec runs in a thread of its own, beside whatever the caller computes; otherwise
+    overlap : the codec runs in a thread of its own, beside whatever the caller computes; otherwise
         in `begin` and `wait`
 
     Attributes
@@ -119,7 +119,7 @@ class Travel:
     """
 
     hvd: Any
-    beside: bool = False
+    overlap: bool = False
     stamps: list[Stamp] = field(default_factory=list)
     sent: list[tuple[str, int]] = field(default_factory=list)
     _ready: deque[_Trip] = field(default_factory=deque)
@@ -134,7 +134,7 @@ class Travel:
         """Send a tensor off."""
         self._open += 1
         self._ready.append(_Trip(name, exchange))
-        if not self.beside:
+        if not self.overlap:
             self._advance()
         elif self._thread is None:
             self._closing = False

@@ -36,7 +36,7 @@ def trainer(name: str, compression: Any) -> Any:
     count, side, rows = NETS[name]
     rng = np.random.default_rng(0)
     start = (rng.standard_normal((side, side)).astype("f4") / side**0.5 for _ in range(count))
-    weights = [tf.Variable(each) for each in start]
+    weights = [tf.Variable(value) for value in start]
     x = tf.constant(np.random.default_rng(hvd.rank()).standard_normal((rows, side)), tf.float32)
 
     @tf.function

@@ -51,11 +51,11 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 def trial(asked: Row, *, timeout_s: float) -> Row:
     """Run one trial in a process of its own; its row."""
-    fixed, each = MARGIN.get(asked["way"]) or MARGIN[asked["task"]]
-    given = asked | {"margin_bytes": asked.get("margin_bytes") or fixed + each * asked["size"]}
+    fixed, per_unit = MARGIN.get(asked["way"]) or MARGIN[asked["task"]]
+    job = asked | {"margin_bytes": asked.get("margin_bytes") or fixed + per_unit * asked["size"]}
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "under_limit_child.py"), json.dumps(given)],
+        [sys.executable, str(ROOT / "benchmarks" / "under_limit_child.py"), json.dumps(job)],
         env=os.environ | ALLOCATOR | THREADS | QUIET | {"PYTHONPATH": paths},
         capture_output=True,
         text=True,
@@ -64,19 +64,19 @@ def trial(asked: Row, *, timeout_s: float) -> Row:
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode == 0 and lines:
-        return given | json.loads(lines[-1])
+        return job | json.loads(lines[-1])
     # Where memory runs out inside a library, the process may end without a word.
     last = (done.stderr.strip().splitlines() or [""])[-1]
-    starved = any(it in done.stderr for it in STARVED)
+    starved = any(message in done.stderr for message in STARVED)
     if done.returncode > 0 and not starved:
-        raise RuntimeError(f"the trial {given} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"the trial {job} failed:\n{done.stderr[-2000:]}")
     error = f"ended with {done.returncode}: {last[:160]}"
-    return given | {"trained": False, "out_of_memory": True, "error": error, "steps_cpu_s": []}
+    return job | {"trained": False, "out_of_memory": True, "error": error, "steps_cpu_s": []}
 
 
 def known(rows: list[Row], asked: Row) -> Row | None:
     """The row of a trial that was run."""
-    return next((it for it in rows if all(it[key] == asked[key] for key in KEYS)), None)
+    return next((row for row in rows if all(row[key] == asked[key] for key in KEYS)), None)
 
 
 def describe(row: Row) -> str:
@@ -142,8 +142,8 @@ def main(argv: list[str]) -> int:
                 for size in args.at:
                     run(size)
                 continue
-            found = largest(run, args.start, grain=args.grain, step=STEP[task])
-            print(f"{task} {way}: {found}", flush=True)
+            most = largest(run, args.start, grain=args.grain, step=STEP[task])
+            print(f"{task} {way}: {most}", flush=True)
     return 0
 
 

@@ -43,7 +43,7 @@ STARVED = (
 
 def ran_out(error: BaseException) -> bool:
     """Whether an error says that memory ran out."""
-    return isinstance(error, MemoryError) or any(it in str(error) for it in STARVED)
+    return isinstance(error, MemoryError) or any(message in str(error) for message in STARVED)
 
 
 def trial(asked: dict[str, Any]) -> dict[str, Any]:
@@ -56,34 +56,34 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
         most = base["VmData"] + asked["limit_bytes"]
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
     watch = Watch() if asked["way"] == "ours_state" else None
-    found: dict[str, Any] = {"trained": False, "base_bytes": base["VmData"], "steps_cpu_s": []}
+    result: dict[str, Any] = {"trained": False, "base_bytes": base["VmData"], "steps_cpu_s": []}
     try:
         began = time.perf_counter(), time.process_time()
         step, about = module.prepared(asked)
-        found |= about
-        found |= {"prepared_s": time.perf_counter() - began[0]}
-        found |= {"prepared_cpu_s": time.process_time() - began[1]}
-        found |= {"prepared_peak_bytes": status()["VmHWM"] - base["VmRSS"]}
+        result |= about
+        result |= {"prepared_s": time.perf_counter() - began[0]}
+        result |= {"prepared_cpu_s": time.process_time() - began[1]}
+        result |= {"prepared_peak_bytes": status()["VmHWM"] - base["VmRSS"]}
         losses, wall, cpu = [], [], []
         for _ in range(asked["steps"]):
             began = time.perf_counter(), time.process_time()
             losses.append(step())
             wall.append(time.perf_counter() - began[0])
             cpu.append(time.process_time() - began[1])
-        found |= {"losses": losses, "steps_s": wall, "steps_cpu_s": cpu, "trained": True}
+        result |= {"losses": losses, "steps_s": wall, "steps_cpu_s": cpu, "trained": True}
     except BaseException as error:  # what it is decides the row
         text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        found["error"] = text
-        found["out_of_memory"] = ran_out(error)
-        if not found["out_of_memory"] and not module.refuses(error):
+        result["error"] = text
+        result["out_of_memory"] = ran_out(error)
+        if not result["out_of_memory"] and not module.refuses(error):
             traceback.print_exc()
             raise
-    found["resident_bytes"] = status()["VmHWM"] - base["VmRSS"]
+    result["resident_bytes"] = status()["VmHWM"] - base["VmRSS"]
     if watch is not None:
         most = watch.end()
-        found["anonymous_bytes"] = most["RssAnon"] - base["RssAnon"]
-        found["mapped_bytes"] = most["RssFile"] - base["RssFile"]
-    return found
+        result["anonymous_bytes"] = most["RssAnon"] - base["RssAnon"]
+        result["mapped_bytes"] = most["RssFile"] - base["RssFile"]
+    return result
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ ROWS = json.loads(RESULTS.read_text("utf-8"))
 
 def test_predicted_steps_are_close_to_measured_ones(pays):
     for row in ROWS:
-        assert pays.said(row).seconds == pytest.approx(row["step_s"], rel=CLOSE), row
+        assert pays.predicted_step(row).seconds == pytest.approx(row["step_s"], rel=CLOSE), row
 
 
 @pytest.mark.slow
