@@ -9,8 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,13 +34,12 @@ def make_rows(
     others : nets that run only if `--nets` names them, with their levels
     """
     others = others or {}
-    parser = argparse.ArgumentParser(description=purpose)
-    parser.add_argument("--json", type=Path)
+    parser = flags(purpose)
     parser.add_argument("--quick", action="store_true", help="one net, few steps")
     parser.add_argument("--nets", nargs="+", choices=[*nets, *others], help="these, or all small")
     args = parser.parse_args()
     path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
-    about = {"commit": commit(), "machine": machine()}
+    about = origin()
     chosen = args.nets or ([quick] if args.quick else list(nets))
     rows = [
         row_of(name, level, 2 if args.quick else 10) | about
@@ -62,18 +61,17 @@ def make_nets(
 ) -> None:
     """Read the command line, make the rows of each net together, save them, print the table.
 
-    parser : with what else may be asked for
+    parser : with --json, and what else may be asked for
     file : name of the rows' file
     nets, methods : all, in the order of the rows; --quick takes the first net
     rows_of : of a net, and what was asked for
     chosen : nets that run if none is named; all
     """
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the first net, one short round")
     parser.add_argument("--nets", nargs="+", choices=[*nets], default=[*(chosen or nets)])
     args = parser.parse_args()
     path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
-    about = {"commit": commit(), "machine": machine()}
+    about = origin()
     order = {(net, method): at for at, (net, method) in enumerate(product(nets, methods))}
     for net in [*nets][:1] if args.quick else args.nets:
         new_rows = [row | about for row in rows_of(net, args)]

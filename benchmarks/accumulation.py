@@ -12,17 +12,15 @@ on one thread.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_torch import QUICK
+from rows_file import flags, save
 from torch import nn
 
 from sn_memory import BudgetError, plan_graph
@@ -152,8 +150,7 @@ def budgets(model: nn.Module, sample: torch.Tensor) -> dict[str, int]:
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=NETS, default=list(NETS))
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -166,9 +163,7 @@ def main() -> None:
         sums = {True: "equal", False: "differ", None: ""}[row.get("equal")]
         cells = [row["network"], row["way"], *cells, sums, f"{row['seconds'] * 1000:.1f}"]
         print("| " + " | ".join(cells) + " |")
-    if args.json:
-        result = {"commit": commit(), "machine": machine(), "rows": table}
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(args.json, origin() | {"rows": table})
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ is saved at once and not done again.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
@@ -30,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
 from nets import NETS, fashion_mnist
+from rows_file import flags, load, save
 from tables import markdown
 from torch import nn
 from torch.nn.functional import avg_pool2d, cross_entropy, relu
@@ -305,8 +304,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--nets", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
@@ -326,7 +324,7 @@ def main() -> None:
     data = {part: fashion_mnist(part) for part in ("train", "t10k")}
     if args.quick:
         data["t10k"] = tuple(part[:500] for part in data["t10k"])
-    about = {"commit": commit(), "machine": machine()}
+    about = origin()
     for run in missing:
         start = time.perf_counter()
         rows.append(train(run, data) | about)

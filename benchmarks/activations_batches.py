@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from _peaks import activation_bytes, make_nets
 from activations_networks import NETS, losses
+from rows_file import flags
 from tables import markdown
 from torch import nn
 
@@ -108,7 +109,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--images", type=int, default=2, help="of the plain step that is the limit")
     chosen = ["AlexNet", "ResNet-50"]
     make_nets(parser, "activations_batches.json", NETS, METHODS, rows_of, table, chosen)

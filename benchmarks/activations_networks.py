@@ -40,6 +40,7 @@ from activations_memory import EIGHTH
 from models.alexnet import alexnet
 from models.resnet import ResNet, resnet
 from models.vgg import vgg16
+from rows_file import flags
 from tables import markdown
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -282,7 +283,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     make_nets(parser, "activations_networks.json", NETS, METHODS, rows_of, table)
 

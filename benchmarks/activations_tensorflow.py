@@ -13,7 +13,6 @@ both of pooling, each tensor once.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -24,9 +23,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
 from nets import fashion_mnist
+from rows_file import flags, load, save
 from tables import markdown
 
 import sn_memory.tensorflow
@@ -197,8 +196,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
@@ -219,7 +217,7 @@ def main() -> None:
     }
     if args.quick:
         data["t10k"] = tuple(part[:500] for part in data["t10k"])
-    about = {"commit": commit(), "machine": machine()}
+    about = origin()
     for run in runs:
         if tuple(asdict(run).values()) not in done:
             rows.append(train(run, data) | about)

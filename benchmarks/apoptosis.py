@@ -34,10 +34,10 @@ from typing import Any
 import apoptosis_report as report
 import numpy as np
 import torch
-from accuracy import load, save
 from collider import collisions
-from machine import commit, machine
+from machine import origin
 from nets import fashion_mnist
+from rows_file import flags, load, save
 from scipy.stats import rankdata
 from torch import nn
 
@@ -255,15 +255,13 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace, ended: list
         "apoptosis_cpu_s": round(event_cpu_s, 3),
         "events": 0 if apoptosis is None else len(apoptosis.events),
         **report.columns(curve),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, narrow nets, one seed")
     parser.add_argument("--nets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])

@@ -22,9 +22,9 @@ from typing import Any
 import apoptosis_report as report
 import horovod.torch as hvd
 import torch
-from accuracy import load, save
 from apoptosis import LOOKS, dense, images, rate, score, widths
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from tables import markdown
 from torch import nn
 
@@ -112,8 +112,7 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "events": len(apoptosis.events) if apoptosis else 0,
         "compared": compared,
         **report.columns(curve, "wall_s"),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -136,8 +135,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

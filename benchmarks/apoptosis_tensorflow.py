@@ -22,10 +22,10 @@ import apoptosis_report as report
 import keras
 import numpy as np
 import tensorflow as tf
-from accuracy import load, save
 from apoptosis import BATCH, LOOKS, TEST_BATCH, images, rate
 from apoptosis import held_out as without_test
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from tables import markdown
 
 from sn_memory.apoptosis.tensorflow import Apoptosis
@@ -130,8 +130,7 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "apoptosis_cpu_s": round(event_cpu_s, 3),
         "events": len(apoptosis.events) if apoptosis else 0,
         **report.columns(curve),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -159,8 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))

@@ -23,9 +23,7 @@ compiled one, medians. Rows in FILE are kept, so a run that was cut off goes on.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,9 +33,10 @@ from typing import Any
 
 import torch
 from compiled_peaks import Step, by_inductor, ours, plain, rival
-from machine import commit, machine
+from machine import origin
 from planner_torch import QUICK
 from planner_torch_rivals import measured
+from rows_file import flags, load, save
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -126,7 +125,7 @@ class Bench:
         asked = int(share * self.plain_bytes(way))
         row: dict[str, Any] = {
             "model": MODEL, "way": way, "share": share, "plain_bytes": self.plain_bytes(way),
-            "asked_bytes": asked, "commit": commit(), "machine": machine(),
+            "asked_bytes": asked, **origin(),
         }  # fmt: skip
         how = way.partition(":")[2]
         run = self.of_inductor if way in COMPILED else self.of_ops
@@ -196,8 +195,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true", help="two budgets")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
@@ -205,9 +203,7 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     # Each way is one more compilation of the same forward.
     torch._dynamo.config.recompile_limit = 1000
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    rows = load(args.json)
     done = {(row["way"], row["share"]) for row in rows}
     todo = [
         (way, share)
@@ -219,8 +215,7 @@ def main(argv: list[str]) -> int:
     for way, share in todo:
         assert bench is not None
         rows.append(bench.row(way, share))
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save(args.json, rows)
         last = rows[-1]
         outcome = last.get(
             "peak_bytes", last.get("failed", f"refused: {last.get('smallest_bytes')}")

@@ -14,18 +14,17 @@ the machine changes less, with and without error feedback (the paper has none), 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import family
 import numpy as np
 import scipy.fft
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 
 from sn_compress import FFTCodec, backends
 from sn_compress.codecs.fft import PAPER
@@ -137,8 +136,7 @@ def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) 
         "decode_mean_of_8_over_irfft": over(seconds, "decode_mean", "irfft"),
         "encode_over_topk": over(seconds, "encode", "topk") if "topk" in contenders else None,
         "repeat": args.repeat,
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -174,8 +172,7 @@ def paper(values: np.ndarray, repeat: int) -> dict[str, Any]:
         "encode_feedback_over_rfft": over(seconds, "encode_feedback", "rfft"),
         "decode_over_irfft": over(seconds, "decode", "irfft"),
         "repeat": repeat,
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -222,8 +219,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure and print; write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser = flags(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="2 M elements: under two minutes")
     parser.add_argument("--n", type=int, help="elements (default 25 million)")
@@ -242,9 +238,7 @@ def main() -> None:
         print(family.table(rows))
     else:
         rows = compare(args)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:

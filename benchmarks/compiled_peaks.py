@@ -14,21 +14,19 @@ left out, so the script goes on where it was stopped.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_torch import QUICK
+from rows_file import flags, load, save
 from torch import nn
 
 import sn_memory.torch
@@ -228,8 +226,7 @@ def rows_of(
             "fixed_bytes": fixed,
             "peak_bytes": step and step.peak_bytes,
             "step_s": step and statistics.median(step.seconds),
-            "commit": commit(),
-            "machine": machine(),
+            **origin(),
         }
         for row, step in steps
     ]
@@ -237,8 +234,7 @@ def rows_of(
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--rivals", nargs="*", type=float, default=RIVALS)
@@ -247,15 +243,12 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     # Each way is one more compilation of the same forward.
     torch._dynamo.config.recompile_limit = 1000
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    rows = load(args.json)
     for name in args.models:
         if any(row["model"] == name for row in rows):
             continue
         rows += rows_of(name, args.shares, args.rivals, args.rounds)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save(args.json, rows)
     for row in rows:
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:9.3f} MiB"
         seconds = "" if row["step_s"] is None else f"{row['step_s']:.4f} s"

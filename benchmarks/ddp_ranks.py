@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import ROOT, command, commit, machine
+from machine import ROOT, command, commit, origin
 from shaped_links import ShapedLinks
 
 _FLAG = "--as-rank"
@@ -114,8 +114,7 @@ def about(script: str) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
         "command": command(script),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 

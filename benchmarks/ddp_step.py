@@ -13,7 +13,6 @@ on the same commit.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -25,7 +24,7 @@ from collectives import collectives, sent_bytes
 from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import wrapped
 from language import Language, batch, loss_of
-from training_rows import load, save
+from rows_file import flags, load, save
 
 from sn_compress.text_table import text_table
 
@@ -147,8 +146,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="plain among them")
     parser.add_argument("--runs", type=int, default=3, help="of processes started anew")

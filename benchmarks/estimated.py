@@ -9,17 +9,15 @@ at one four times as large. What cannot be estimated says why.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from architectures import ARCHITECTURES, Sample
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 from torch.utils._pytree import tree_map_only
 
 from sn_memory.torch import TraceError, estimate
@@ -84,8 +82,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure all and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--only", nargs="*", default=list(ARCHITECTURES))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -99,9 +96,7 @@ def main() -> None:
             rows.append(row_of(name, times))
             print(rows[-1], flush=True)
     print(table(rows))
-    if options.json:
-        result = {"machine": machine(), "commit": commit(), "rows": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.json, origin() | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from gradients import load
-from machine import commit, machine
+from machine import origin
 from rivals.codecs import codec as codec_of
 
 from sn_compress.text_table import text_table
@@ -104,8 +104,7 @@ def rows(repeat: int = 3) -> list[dict[str, Any]]:
                     "decode_gb_s": 4 * n / decode_s / 1e9,
                     "encode_percent_of_copy": 100 * copy_s / encode_s,
                     "decode_percent_of_copy": 100 * copy_s / decode_s,
-                    "commit": commit(),
-                    "machine": machine(),
+                    **origin(),
                 }
             )
     return measured

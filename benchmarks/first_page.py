@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from models import resnet
 from pays import predicted_step
-from training_rows import load
+from rows_file import load
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ROOT / "benchmarks/results/pays.json"
@@ -80,7 +80,7 @@ def measure() -> None:
         row = {"way": way, "peak_bytes": peak, "seconds": points[-1][0], "calls": len(points)}
         curve = [(round(at, 4), size) for at, size in thin]
         rows.append(row | {"curve": curve, "budget": BUDGET, "batch": BATCH})
-        rows[-1] |= {"commit": commit(), "machine": machine()}
+        rows[-1] |= origin()
         print(f"{way}: {peak / 2**20:,.0f} MiB, {points[-1][0]:.2f} s")
     MEMORY.write_text(json.dumps(rows) + "\n")
 

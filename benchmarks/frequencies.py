@@ -10,16 +10,14 @@ norms of the gradient. Two minutes of one core.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from nets import NETS, UNSEEN_NETS, fashion_mnist
+from rows_file import flags, save
 from simulated import Floats, rank_gradients, sum_in_order
 
 from sn_compress.allreduce.bucket import Bucket
@@ -132,17 +130,15 @@ def follow(net_name: str, directions: Sequence[int], steps: int) -> list[dict[st
 
 def main() -> None:
     """Measure, and print a line for each tensor and part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--net", default="cnn", choices=MAKE)
     parser.add_argument("--directions", type=int, nargs="+", default=[1, 3], help="of low rank")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = follow(args.net, args.directions, args.steps)
     for row in rows:
         print(*(f"{key} {value}" for key, value in row.items()), sep=", ")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,6 @@ The tables are written into docs/gossip.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -31,7 +29,8 @@ from typing import Any
 import numpy as np
 from _study_report import put_into
 from gossip_report import PAGE
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from tables import markdown
 
 from sn_compress.gossip import topology
@@ -279,20 +278,18 @@ def measure(gbit: float) -> float:
 
 def main() -> None:
     """Predict what was measured, then what was not."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--measure", action="store_true", help="time a message anew")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()
-    measured = json.loads(MEASURED.read_text())
+    measured = load(MEASURED)
     if args.measure:
         latency_s = measure(measured[0]["gbit"])
     else:
-        latency_s = json.loads(RESULTS.read_text())[0]["latency_s"]
+        latency_s = load(RESULTS)[0]["latency_s"]
     setting = setting_of(measured, latency_s)
-    about = {"latency_s": latency_s, "steps": args.steps}
-    about |= {"commit": commit(), "machine": machine()}
+    about = {"latency_s": latency_s, "steps": args.steps, **origin()}
     start = time.perf_counter()
     rows = [
         simulate(ranks, method, compute_s, slow, jitter, setting, args.steps) | about
@@ -301,7 +298,7 @@ def main() -> None:
         for ranks in RANKS
         for method in METHODS
     ]
-    args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    save(args.json, rows)
     print(f"{setting}\n\n{errors(rows, measured)}\n\n{table(rows)}\n")
     print(f"the spread, measured every tenth step: at most {100 * spread_costs(rows):.2f} % more")
     print(f"{len(rows)} runs in {time.perf_counter() - start:.1f} s, rows: {args.json}")

@@ -11,7 +11,6 @@ The whole study also writes its table into docs/gossip.md and draws docs/gossip_
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,9 +23,9 @@ from pathlib import Path
 import gossip_report as report
 import nets
 import numpy as np
-from accuracy import load, save
 from gossip import BATCH, LOOKS, RATE, STEPS, Run, plan
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from study import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +46,7 @@ def start(runs: Sequence[Run], path: Path) -> None:
         "looks": np.linspace(1, steps, min(LOOKS, steps)).astype(int).tolist(),
         "data": str(data),
         "rows": str(path),
-        "about": {"commit": commit(), "machine": machine()},
+        "about": origin(),
     }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.json"
@@ -70,8 +69,7 @@ def start(runs: Sequence[Run], path: Path) -> None:
 
 def main() -> None:
     """Do the runs that are missing, then write what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, 2 ranks, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])

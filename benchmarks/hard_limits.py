@@ -14,7 +14,6 @@ are kept; more --trials add to them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
@@ -26,11 +25,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import save
 from limited_nets import NETS, build
-from machine import commit, machine
+from machine import origin
 from process_bytes import held_bytes, warm
 from resident import Watch, status
+from rows_file import flags, load, save
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -136,8 +135,7 @@ def run_trial(asked: dict[str, Any]) -> dict[str, Any]:
 
 def main() -> None:
     """Run the trials that are missing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/hard_limits.json")
+    parser = flags(__doc__, ROOT / "benchmarks/results/hard_limits.json")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--scratch", type=int, default=0, help="MiB more, for kernels' scratch")
@@ -154,7 +152,7 @@ def main() -> None:
                     "net": name, "way": way, "trial": number, "cgroup": args.cgroup,
                     "scratch_bytes": args.scratch << 20,
                 }  # fmt: skip
-                rows = json.loads(args.json.read_text()) if args.json.exists() else []
+                rows = load(args.json)
                 if any(all(row[key] == asked[key] for key in asked) for row in rows):
                     continue
                 if way == "plain":
@@ -163,7 +161,7 @@ def main() -> None:
                     if "limit_bytes" not in ours:
                         continue
                     asked["limit_bytes"] = ours["limit_bytes"]
-                row = run_trial(asked) | {"commit": commit(), "machine": machine()}
+                row = run_trial(asked) | origin()
                 save(args.json, [*rows, row])
                 mib = {key: round(row[key] / 2**20) for key in row if key.endswith("_bytes")}
                 end = row.get("error", "")

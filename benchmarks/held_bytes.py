@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import save
 from device_peak import peak_of_step
 from held_nets import NETS
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from tables import markdown
 
 import sn_memory.torch
@@ -154,8 +154,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure what the arguments ask for, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--only", nargs="+", choices=[*NETS], default=[*NETS])
     parser.add_argument("--budgets", nargs="+", type=int, default=[60, 70, 80])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
@@ -167,9 +166,7 @@ def main() -> None:
     if asked.job:
         print(json.dumps(rows_of(json.loads(asked.job))))
         return
-    rows: list[dict[str, Any]] = []
-    if asked.resume and asked.json and asked.json.exists():
-        rows = json.loads(asked.json.read_text())
+    rows = load(asked.json) if asked.resume else []
     measured = {tuple(row[name] for name in KEY) for row in rows}
     device = "cuda" if asked.cuda else "cpu"
     for isa in ["default"] if asked.cuda else asked.isa:
@@ -193,7 +190,7 @@ def main() -> None:
                     print(f"{name}, {threads} threads, {isa}: rc {done.returncode}", flush=True)
                     continue
                 new = json.loads(done.stdout.splitlines()[-1])
-                rows += [row | {"machine": machine(), "commit": commit()} for row in new]
+                rows += [row | origin() for row in new]
                 last = rows[-1]
                 print(
                     f"{name}, {threads} threads, {isa}: plain {last['plain_bytes'] / MIB:.1f}, "
@@ -201,8 +198,7 @@ def main() -> None:
                     f"{last['held_bytes'] / MIB:.1f} MiB",
                     flush=True,
                 )
-                if asked.json:
-                    save(asked.json, rows)
+                save(asked.json, rows)
     print(table(rows))
 
 

@@ -12,16 +12,14 @@ method takes as long as plain, and as fp16, with nothing hidden behind computing
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -85,11 +83,10 @@ def break_even(elements: int, added: float, *, ranks: int, sent: float) -> float
 
 def main() -> None:
     """Measure, print and write the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet50", "gpt2-small"])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=64, help="of the ring that is compared with")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
@@ -105,10 +102,9 @@ def main() -> None:
                     link = break_even(elements, added, ranks=args.ranks, sent=sent)
                     row[f"break_even_{against}_gbit"] = round(link, 2)
             row |= {"ranks": args.ranks, "threads": torch.get_num_threads()}
-            rows.append(row | {"commit": commit(), "machine": machine()})
+            rows.append(row | origin())
             print(" ".join(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
     time.sleep(0.2)  # Gloo's thread comes to rest before the group goes
     dist.destroy_process_group()
 

@@ -13,7 +13,6 @@ replays some of these steps on real ranks; a test holds the two together. docs/n
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -23,8 +22,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy: a rank has one core
 
 from machine import commit, machine
 from published import GPUS, WIRES, Gpu
+from rows_file import flags, load, save
 from tables import markdown
-from training_rows import load, save
 from training_runs import REPLAYED, chosen, recorded, routes_of
 from travel import Script
 from wire_methods import METHODS
@@ -190,12 +189,11 @@ def _text(cell: dict[tuple[str, str], dict[str, Any]], method: str, wire: str, w
 
 def main() -> None:
     """Compute and print; or print."""
-    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    flags.add_argument("--json", type=Path, help="rows go there")
-    flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
-    flags.add_argument("--report", type=Path, help="print the tables of this file")
-    flags.add_argument("--page", type=Path, help="print what docs/network.md has of this file")
-    args = flags.parse_args()
+    parser = flags(__doc__)
+    parser.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
+    parser.add_argument("--report", type=Path, help="print the tables of this file")
+    parser.add_argument("--page", type=Path, help="print what docs/network.md has of this file")
+    args = parser.parse_args()
     if args.report:
         print(tables(load(args.report)))
         return
@@ -215,8 +213,7 @@ def main() -> None:
                     for way in (*METHODS, "auto")
                 ]  # fmt: skip
     print(tables(rows))
-    if args.json:
-        save(args.json, rows)
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

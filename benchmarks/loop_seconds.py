@@ -15,16 +15,14 @@ before its first call: to find the plan for its input and to bind the arguments.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import save
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 from torch import nn
 
 import sn_memory.torch
@@ -164,20 +162,18 @@ def rows_of(
 
 def main() -> None:
     """Print a line for each net and share, and write them to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
     wanted = parser.parse_args()
     torch.set_num_threads(1)
-    about = {"commit": commit(), "machine": machine(), "torch": torch.__version__}
+    about = origin() | {"torch": torch.__version__}
     rows = []
     for name in NETS:
         for row in rows_of(name, wanted.layers, wanted.steps):
             rows.append(row | about)
             print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
-    if wanted.json:
-        save(wanted.json, rows)
+    save(wanted.json, rows)
 
 
 if __name__ == "__main__":

@@ -10,16 +10,15 @@ million parameters meets each length once. Seconds are of the clock, one thread.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 
 from sn_memory.torch import StorageTracker, plan
 
@@ -126,8 +125,7 @@ def large() -> dict[str, Any]:
 
 def main() -> None:
     """Print what was found, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--large", action="store_true")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
@@ -135,8 +133,7 @@ def main() -> None:
     plain = trained(gpt2("small"))
     result: dict[str, Any] = {
         "command": "python -m benchmarks new_inputs --large",
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
         "epochs": [
             epoch("shortest and longest", (64, 256), plain),
             epoch("longest", (256,), plain),
@@ -144,8 +141,7 @@ def main() -> None:
     }
     if wanted.large:
         result["large"] = large()
-    if wanted.json:
-        wanted.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(wanted.json, result)
     print(json.dumps(result, indent=1))
 
 

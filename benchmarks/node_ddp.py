@@ -15,7 +15,6 @@ travelling whole between owners: to LowRankCompression no tensor is large enough
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -28,10 +27,10 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import about, as_rank, measured, run_ranks
 from resnet50_gradients import gradient
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training_rows import load, save
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.text_table import text_table
@@ -172,8 +171,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--per-node", type=int, default=2)

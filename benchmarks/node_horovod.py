@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from ddp_ranks import about, measured
 from node_ddp import SETTINGS, SETTLE, SETTLE_WHOLE, WAYS, Shapes, alone, note, now, row_of
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
-from training_rows import load, save
 
 from sn_compress.text_table import text_table
 
@@ -148,8 +148,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--per-node", type=int, default=2)

@@ -12,7 +12,6 @@ exchange, of the same ranks, of which rows have the CPU seconds.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -25,8 +24,8 @@ import torch.distributed as dist
 from ddp_ranks import about, as_rank, run_ranks
 from node_ddp import SHAPES
 from pays import shapes_of
+from rows_file import flags, load, save
 from tables import markdown
-from training_rows import load, save
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.prediction.cost import ALONE, FASTEST, Host, Layer, Link, Step
@@ -151,9 +150,8 @@ def mean_of(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 
 def main() -> None:
     """Print the table, or measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, RATES)
     parser.add_argument("--measure", action="store_true", help="rates of this machine")
-    parser.add_argument("--json", type=Path, default=RATES, help="rates go there")
     args = parser.parse_args()
     if args.measure:
         mean = mean_of(run_ranks(__file__, {}, ranks=RANKS, timeout_s=300))

@@ -14,7 +14,6 @@ thousandth is asked for as well, with plans that may recompute: nothing hides be
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import command, commit, machine
+from machine import command, origin
 from planner_torch import UNet, vgg16
-from training_rows import save
+from rows_file import flags, save
 
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import plan, trace
@@ -152,19 +151,17 @@ def rows_of(name: str, steps: int, common: dict[str, Any]) -> list[dict[str, Any
 
 def main() -> None:
     """Measure, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    common = {"command": command(__file__), "commit": commit(), "machine": machine(),
+    common = {"command": command(__file__), **origin(),
               "link": "modelled: a thread each way that copies at a set rate"}  # fmt: skip
     rows: list[dict[str, Any]] = []
     for name in args.models:
         rows += rows_of(name, args.steps, common)
-        if args.json:
-            save(args.json, rows)
+        save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from accuracy import save
-from machine import commit, machine
+from machine import origin
+from rows_file import save
 from tables import between_markers, markdown
 
 from sn_compress.ops import groups
@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the small tensors, few rounds")
     quick = parser.parse_args().quick
-    about = {"commit": commit(), "machine": machine()}
+    about = origin()
     folder = ROOT / "benchmarks" / ("out" if quick else "results")
     cases = list(product(DTYPES, LAYOUTS, MIB[: 1 if quick else None], BITS))
     rows: list[dict[str, Any]] = []

@@ -19,7 +19,6 @@ told comes from the same two processes: seconds of a step without DDP, and rates
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from functools import cache
@@ -32,10 +31,10 @@ from ddp_ways import wrapped
 from hook_seconds import FixedGradients
 from language import Language, batch, loss_of
 from published import step_on
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
 from tables import markdown
 from torch import nn
-from training_rows import load, save
 
 from sn_compress.prediction.cost import INSIDE, Layer, Link, Route, Step, layers, step
 from sn_compress.prediction.predict import Prediction, predict, routes_by_method
@@ -256,10 +255,9 @@ def measured(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Print, write or measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--write", action="store_true", help="into README")
     parser.add_argument("--measure", action="store_true", help="steps behind shaped links")
-    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--models", nargs="+", default=["transformer", "resnet50"])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 0.1])
     parser.add_argument("--steps", type=int, default=9)

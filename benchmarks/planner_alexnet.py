@@ -10,16 +10,14 @@ recomputation, and 14, 23 and 17 extra layer runs for the three rules.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from graphs import K40_LIKE, alexnet
-from machine import commit, machine
+from machine import origin
 from rivals.planners.walk import carry_out, follow, offloadable, origins
+from rows_file import flags, save
 from tables import columns
 
 from sn_memory import Graph, Plan, check_plan
@@ -98,8 +96,7 @@ def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
                 "predicted_s": stage_plan.seconds if stage_plan else None,
                 "baseline_s": stage_plan.baseline_seconds if stage_plan else None,
                 "device": graph.device.name,
-                "commit": commit(),
-                "machine": machine(),
+                **origin(),
             }
         )
         slow = f"{stage_plan.overhead:+.1%}" if stage_plan else ""
@@ -113,13 +110,11 @@ def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     args = parser.parse_args(argv)
     lean = functional(alexnet(200, device=K40_LIKE).graph())
     rows = stages(lean, "torch") + stages(whole_layers(lean), "paper")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
     return 0
 
 

@@ -21,7 +21,6 @@ With `--resume` rows that are in the file stay. Two processes at a time, each fo
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import logging
@@ -40,10 +39,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accuracy import save
 from architectures import ARCHITECTURES, Sample, loss_of
 from architectures_more import MORE
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from tables import markdown
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -327,8 +326,7 @@ def write_page(rows: list[dict[str, Any]]) -> None:
 
 def main() -> None:
     """Read the command line; make the rows, or those of one architecture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=[])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--resume", action="store_true")
@@ -342,8 +340,8 @@ def main() -> None:
         for row in rows_of(args.rows, **quick):
             print(json.dumps(row), flush=True)
         return
-    about = {"commit": commit(), "machine": machine(), "torch": torch.__version__}
-    kept = json.loads(args.json.read_text()) if args.resume and args.json.exists() else []
+    about = origin() | {"torch": torch.__version__}
+    kept = load(args.json) if args.resume else []
     by_key = {(row["architecture"], row["backend"]): row for row in kept}
     missing = [
         name
@@ -358,7 +356,7 @@ def main() -> None:
             order = ((name, backend) for name in ALL for backend in ROWS)
             save(args.json, [by_key[key] for key in order if key in by_key])
     if args.json == RESULTS:
-        write_page(json.loads(RESULTS.read_text()))
+        write_page(load(RESULTS))
 
 
 if __name__ == "__main__":

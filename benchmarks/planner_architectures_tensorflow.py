@@ -18,18 +18,17 @@ kept. `--quick` takes smaller sizes.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from architectures_tensorflow import BUILDERS, build
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 from tables import markdown
 
 import sn_memory.tensorflow
@@ -111,9 +110,8 @@ def _reason(error: Exception) -> str:
 
 def main() -> None:
     """Run the rows that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--table", action="store_true", help="print the rows of FILE, make none")
     parser.add_argument("--models", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
     args = parser.parse_args()
@@ -127,11 +125,9 @@ def main() -> None:
     for name in args.models:
         scale = 1 if args.quick else 2
         rows = [row for row in rows if (row["architecture"], row["scale"]) != (name, scale)]
-        rows.append(row(name, scale) | {"commit": commit(), "machine": machine()})
+        rows.append(row(name, scale) | origin())
         print(json.dumps(rows[-1]), flush=True)
-        if args.json:
-            text = json.dumps({"rows": rows}, indent=1)
-            args.json.write_text(text + "\n", encoding="utf-8")
+        save(args.json, {"rows": rows})
         tf.keras.backend.clear_session()
         gc.collect()
 

@@ -11,16 +11,14 @@ Seconds are predicted for a K40-like device, as in the paper; `solve_s` is measu
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from graphs import K40_LIKE, deep_stages, resnet
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_graph
 from sn_memory.graph.liveness import baseline_seconds, peak
@@ -125,9 +123,8 @@ def most_blocks(early: bool) -> int:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="only what needs no long planning")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--time-limit", type=float, default=120.0)
     parser.add_argument("--low", type=int, help="blocks of stage three to bisect from")
     parser.add_argument("--update", action="append", choices=("end", "early"))
@@ -137,9 +134,8 @@ def main(argv: list[str]) -> int:
     rows: list[dict[str, Any]] = []
 
     def note(row: dict[str, Any]) -> None:
-        rows.append({**row, "commit": commit(), "machine": machine()})
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        rows.append(row | origin())
+        save(args.json, rows)
 
     if "resnet2500" in parts:
         for batch in (1,) if args.quick else (1, 16):

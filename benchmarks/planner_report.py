@@ -7,11 +7,11 @@ Writes between the markers of the page, and docs/planner.png. Nothing is planned
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from rows_file import load
 from tables import between_markers, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -196,7 +196,7 @@ def main() -> None:
         ("deep", "planner_deep", deep),
         ("alexnet", "planner_alexnet", stages),
     ):
-        rows = json.loads((RESULTS / f"{stem}.json").read_text())
+        rows = load(RESULTS / f"{stem}.json")
         body = f"{show(rows)}\n\n{source(rows, f'python -m benchmarks {stem}')}"
         text = between_markers(text, name, body)
         if stem == "planner":

@@ -19,9 +19,7 @@ graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
@@ -34,7 +32,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, Plan, check_plan, plan_graph
@@ -232,26 +231,22 @@ def renew(
     path: Path | None, wanted: list[str], measure: Callable[[str], Iterable[dict[str, Any]]]
 ) -> None:
     """Put new rows of the wanted models in the place of the file's; a stop keeps what is done."""
-    rows: list[dict[str, Any]] = []
-    if path and path.exists():
-        rows = [row for row in json.loads(path.read_text()) if row["model"] not in wanted]
-    state = {"commit": commit(), "machine": machine()}
+    rows = [row for row in load(path) if row["model"] not in wanted]
+    state = origin()
     for row in (row for name in wanted for row in measure(name)):
         rows.append({**row, **state})
-        if path:
-            path.write_text(json.dumps(rows, indent=1) + "\n")
+        save(path, rows)
 
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
     names = ["resnet50", "vgg16", "densenet121", "transformer12"]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="images of 32 pixels, one network")
     parser.add_argument("--models", nargs="+", choices=names)
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per budget")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--resident", type=Path, help="run one step with this plan, for its memory")
     args = parser.parse_args(argv)
     one_thread()

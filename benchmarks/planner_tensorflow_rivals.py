@@ -14,17 +14,16 @@ row with its error.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from planner_tensorflow import measured, network, one_thread, renew, seconds_of, training_step
+from rows_file import flags
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, check_plan, plan_graph
@@ -152,13 +151,12 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> Iterator[dict[str
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="images of 32 pixels, one network")
     parser.add_argument("--models", nargs="+", choices=list(ENDS))
     parser.add_argument("--side", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per rival")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     one_thread()
     side = 32 if args.quick else args.side

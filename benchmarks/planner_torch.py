@@ -16,19 +16,17 @@ the meta device takes; DEEP is planned there for 12 GiB. All on one thread.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
+from rows_file import flags, load, save
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sn_memory.torch
@@ -351,9 +349,8 @@ def deep(name: str, make: Make, planner: str, time_limit_s: float) -> dict[str, 
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", choices=[*FULL, *QUICK, *META, *DEEP])
     parser.add_argument("--planner", default="auto")
     parser.add_argument("--time-limit", type=float, default=20.0)
@@ -362,15 +359,12 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     networks = {**FULL, **QUICK, **META, **DEEP}
     chosen = args.models or (QUICK if args.quick else [*FULL, *META, *DEEP])
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    rows = load(args.json)
     done = {(row["model"], row["planner"], row["share"]) for row in rows}
 
     def note(row: dict[str, Any]) -> None:
-        rows.append({**row, "commit": commit(), "machine": machine()})
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        rows.append(row | origin())
+        save(args.json, rows)
 
     for name in chosen:
         if name in META:

@@ -14,9 +14,7 @@ moves them. The networks are narrow versions, small enough for two cores.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_torch import QUICK
+from rows_file import flags, load, save
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -182,8 +181,7 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
             "peak_bytes": peak,
             "op_s": sum(least[call] for call in calls),
             "calls": len(calls),
-            "commit": commit(),
-            "machine": machine(),
+            **origin(),
         }
         for engine, method, setting, (peak, calls) in runs
     ]
@@ -231,22 +229,18 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one network, two budgets")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    rows = load(args.json)
     for name in args.models[:1] if args.quick else args.models:
         if any(row["model"] == name for row in rows):
             continue
         rows += rows_of(name, (0.1, 0.5) if args.quick else SHARES)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save(args.json, rows)
     for row in rows:
         print(
             f"{row['model']:12} {row['engine']:6} {row['method']:20} {row['setting'] or '':>10} "

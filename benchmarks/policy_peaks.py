@@ -20,12 +20,12 @@ import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from compiled_peaks import MODELS, Step, by_inductor
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from torch import nn
 
 from sn_memory import BudgetError
@@ -141,8 +141,7 @@ def on_ranks(name: str, share: float) -> tuple[int, int, int]:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
@@ -153,9 +152,7 @@ def main(argv: list[str]) -> int:
     if args.rank:
         rank_of(args.rank[0], float(args.rank[1]))
         return 0
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    rows = load(args.json)
     done = {(row["model"], row["way"], row["share"]) for row in rows}
     for way in args.ways:
         for name in args.models:
@@ -169,12 +166,10 @@ def main(argv: list[str]) -> int:
                 rows.append(
                     {
                         "model": name, "way": way, "share": share, "budget_bytes": budget,
-                        "predicted_bytes": predicted, "peak_bytes": peak, "commit": commit(),
-                        "machine": machine(),
+                        "predicted_bytes": predicted, "peak_bytes": peak, **origin(),
                     }
                 )  # fmt: skip
-                if args.json:
-                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                save(args.json, rows)
                 print(
                     f"{way:9} {name:11} {share:4.2f} predicted {predicted:>10} measured {peak:>10} "
                     f"{peak / predicted - 1:+.2%}",

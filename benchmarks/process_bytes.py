@@ -11,7 +11,6 @@ Python holds of the plan, by tracemalloc. Rows in FILE are kept, so a run that w
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
@@ -23,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import save
 from limited_nets import NETS, build
-from machine import commit, machine
+from machine import origin
 from resident import Watch, status
+from rows_file import flags, load, save
 from torch import nn
 
 import sn_memory.torch
@@ -87,8 +86,7 @@ def row_of(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Make the rows that are missing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/process_bytes.json")
+    parser = flags(__doc__, ROOT / "benchmarks/results/process_bytes.json")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--malloc", nargs="+", default=["on", "off"])
     parser.add_argument("--one", help="this network, in this process")
@@ -98,7 +96,7 @@ def main() -> None:
         return
     for name in args.nets:
         for malloc in args.malloc:
-            rows = json.loads(args.json.read_text()) if args.json.exists() else []
+            rows = load(args.json)
             if any((row["net"], row["malloc"]) == (name, malloc) for row in rows):
                 continue
             done = subprocess.run(
@@ -109,7 +107,7 @@ def main() -> None:
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-2000:]}")
             row = json.loads(done.stdout.splitlines()[-1])
-            row |= {"malloc": malloc, "commit": commit(), "machine": machine()}
+            row |= {"malloc": malloc, **origin()}
             save(args.json, [*rows, row])
             mib = {key: round(row[key] / 2**20, 1) for key in row if key.endswith("_bytes")}
             print(f"{name}, malloc {malloc}: {row['calls']} calls, {mib}", flush=True)

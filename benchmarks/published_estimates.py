@@ -9,17 +9,15 @@ meta device; the GPU is one of the table, and is not here.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -302,8 +300,7 @@ def row_of(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Estimate all and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -313,9 +310,7 @@ def main() -> None:
             rows.append(row_of(case))
             print(f"{case.name}: {rows[-1]['over']:+.2%}", flush=True)
     print(table(rows))
-    if options.json:
-        result = {"machine": machine(), "commit": commit(), "rows": rows}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    save(options.json, origin() | {"rows": rows})
 
 
 if __name__ == "__main__":

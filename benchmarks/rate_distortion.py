@@ -10,7 +10,6 @@ memories are emptied each time, so that only the codec is compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,8 +19,9 @@ from typing import Any
 
 import numpy as np
 from gradients import RUN, load
-from machine import commit, machine
+from machine import origin
 from rivals.codecs import codec as codec_of
+from rows_file import flags, save
 
 from sn_compress.text_table import text_table
 
@@ -122,7 +122,7 @@ def measure(gradients: dict[str, np.ndarray], steps: set[str]) -> list[dict[str,
             about | {"method": "auto", "preset": None, "settings": "", "ratio": r, "nmse": auto(r)}
             for r in RATIOS
         ]
-    return [row | {"commit": commit(), "machine": machine()} for row in rows]
+    return [row | origin() for row in rows]
 
 
 def label(row: dict[str, Any]) -> str:
@@ -201,8 +201,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = flags(__doc__)
     parser.add_argument("--png", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="gradients of one step only")
     args = parser.parse_args()
@@ -211,9 +210,7 @@ def main() -> None:
     print(table(rows))
     if report := worse(rows):
         print(f"worse than a rival:\n{report}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    save(args.json, rows)
     if args.png:
         picture(rows, args.png)
 

@@ -10,8 +10,6 @@ table on the page is written as well.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
@@ -23,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from rows_file import flags, load, save
 from tables import between_markers, markdown
 from torch import nn
 
@@ -430,14 +429,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser()
+    parser = flags(__doc__)
     parser.add_argument("--only", nargs="*", default=[*NETS])
     parser.add_argument("--shares", nargs="*", type=int, default=[50, 40])
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
+    kept = load(options.json)
     by_key = {(row["net"], row["share"]): row for row in kept}
     for name in options.only:
         for share in options.shares:
@@ -446,10 +444,9 @@ def main() -> None:
             print(measured, flush=True)
     rows = sorted(by_key.values(), key=lambda row: ([*NETS].index(row["net"]), -row["share"]))
     print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        if options.json.resolve() == RESULTS:
-            PAGE.write_text(between_markers(PAGE.read_text(), "regions", table(rows)))
+    save(options.json, rows)
+    if options.json and options.json.resolve() == RESULTS:
+        PAGE.write_text(between_markers(PAGE.read_text(), "regions", table(rows)))
 
 
 if __name__ == "__main__":

@@ -18,15 +18,14 @@ was cut off goes on. `--table` prints the rows in FILE for docs/pool.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_torch import FULL
+from rows_file import flags, load, save
 
 import sn_memory.torch
 from sn_memory import BudgetError, Graph, Plan, arrange, plan_buffers, plan_graph
@@ -151,7 +150,7 @@ def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[di
         model, sample = FULL[name][0](), FULL[name][1]()
     graph = sn_memory.torch.trace(model, sample, device=card, profile=False).graph
     unplanned = unplanned_bytes(graph)
-    head = {"network": name, "card": card, "commit": commit(), "machine": machine()}
+    head = {"network": name, "card": card, **origin()}
     plain = policy("liveness")(graph, budget_bytes=None)
     rows = [{**head, "share": None, "unplanned": unplanned, **columns(graph, plain)}]
     for share in SHARES:
@@ -210,15 +209,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Run what FILE lacks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/reserved.json"))
+    parser = flags(__doc__, Path("benchmarks/results/reserved.json"))
     parser.add_argument("--models", nargs="+", default=list(FULL), choices=list(FULL))
     parser.add_argument("--time-limit", type=float, default=4.0)
     parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS)
     parser.add_argument("--no-kept", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    rows = json.loads(options.json.read_text()) if options.json.exists() else []
+    rows = load(options.json)
     if options.table:
         print(table(rows))
         return
@@ -228,7 +226,7 @@ def main() -> None:
         for name in options.models:
             if (name, card) not in done:
                 rows += rows_of(name, card, options.time_limit, with_kept=not options.no_kept)
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+                save(options.json, rows)
                 print(name, card, flush=True)
 
 

@@ -18,7 +18,6 @@ torch optimizer (benchmarks/resnet50_horovod.py), which has no PowerSGD:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from math import prod
@@ -42,7 +41,7 @@ from resnet50_gradients import (
     shapes_of,
 )
 from resnet50_horovod import run_horovod
-from training_rows import load, save
+from rows_file import flags, load, save
 
 from sn_compress.text_table import text_table
 
@@ -175,8 +174,7 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--seams", nargs="+", choices=SEAMS, default=list(SEAMS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))

@@ -12,7 +12,6 @@ namespace's interface counts, headers included. The loss is that of held-out tex
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import wrapped
 from language import Language, batch, loss_of
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
-from training_rows import load, save
 
 from sn_compress.text_table import text_table
 
@@ -145,8 +144,7 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--clean", action="store_true", help="remove what a killed run has left")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))

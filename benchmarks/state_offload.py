@@ -35,10 +35,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import command, commit, machine
+from machine import command, origin
 from resident import Watch, status
+from rows_file import flags, save
 from torch import nn
-from training_rows import save
 
 import sn_memory.torch
 
@@ -224,8 +224,7 @@ def run(way: str, args: argparse.Namespace, limit: int) -> dict[str, Any]:
 
 def main() -> None:
     """Run each way in turn, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, default=240, help="MiB")
@@ -237,8 +236,8 @@ def main() -> None:
         print(json.dumps(child(args.child, args.steps, args.limit, args.budget, args.folder)))
         return
     rows: list[dict[str, Any]] = []
-    common = {"command": command(__file__), "commit": commit(),
-              "machine": machine(), "limit_mib": args.limit, "budget_mib": args.budget}  # fmt: skip
+    common = {"command": command(__file__), **origin(),
+              "limit_mib": args.limit, "budget_mib": args.budget}  # fmt: skip
     died = run("plain", args, args.limit)
     print("plain within the limit:", died)
     by_way: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
@@ -272,8 +271,7 @@ def main() -> None:
             row |= {"died": runs[-1].get("died", "")}
         rows.append(row)
     rows.append(common | {"way": "plain", "limited": True, "runs": 0, "died": died.get("died", "")})
-    if args.json:
-        save(args.json, rows)
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ will. The whole study also writes its tables into docs/accuracy.md and draws doc
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
@@ -28,9 +27,9 @@ import _study_report as report
 import numpy as np
 import torch
 from _study_methods import BUILD, DENSE, Shapes, build, matrix
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
 from nets import NETS, UNSEEN_NETS, fashion_mnist
+from rows_file import flags, load, save
 from simulated import SMALLEST, Exchange, Plain, exchange_gradients, rank_gradients
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -258,8 +257,7 @@ QUICK = ("plain", "auto", "powersgd 1", "top-k", "qsgd", "auto gather")
 
 def main() -> None:
     """Do the runs that are missing, then write what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few methods, few steps")
     parser.add_argument("--long", action="store_true", help="few methods, four times the steps")
     parser.add_argument("--unseen", action="store_true", help="nets nothing was chosen on")
@@ -294,7 +292,7 @@ def main() -> None:
     fields = tuple(asdict(runs[0]))
     done = {tuple(row[field] for field in fields) for row in rows}
     missing = [run for run in runs if tuple(asdict(run).values()) not in done]
-    about = {"commit": commit(), "machine": machine()}
+    about = origin()
     print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
     # Without these a buffer of a few hundred kilobytes is returned to the system at every step and
     # comes back page by page: half of a step's time. The C library reads them as a process starts.

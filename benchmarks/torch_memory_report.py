@@ -10,13 +10,13 @@ kernels that decision 79 removed, of which the rows of compiled_peaks.json are. 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 from machine import ROOT
+from rows_file import load
 from tables import between_markers, markdown
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -245,7 +245,7 @@ PARTS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 def written(text: str) -> str:
     """The page with its tables."""
     for name, (file, make) in PARTS.items():
-        rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        rows = load(RESULTS / file)
         text = between_markers(text, name, make(rows))
     return text
 
@@ -257,7 +257,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--settings", action="store_true")
     args = parser.parse_args(argv)
     if args.settings:
-        rows = json.loads((RESULTS / "compiled_peaks.json").read_text(encoding="utf-8"))
+        rows = load(RESULTS / "compiled_peaks.json")
         print(settings_over_kernels(rows))
         return 0
     text = PAGE.read_text(encoding="utf-8")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 from machine import commit, machine
@@ -59,22 +57,6 @@ _FORMATS = ("", "", ".3f", ".2f", ".1f", ".2f", ".2f", ".1f", ".1f", "")
 def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What tells runs, and their rows, apart."""
     return tuple(row.get(name) for name in KEYS + SETTINGS)
-
-
-def load(path: Path | None) -> list[dict[str, Any]]:
-    """The rows an earlier run has left."""
-    if path is None or not path.exists():
-        return []
-    rows: list[dict[str, Any]] = json.loads(path.read_text())
-    return rows
-
-
-def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows, so that a stop at any time leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    os.replace(draft, path)
 
 
 def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:

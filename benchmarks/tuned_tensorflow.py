@@ -9,19 +9,17 @@ its share should fall as the step grows. `--aa` measures plain against plain as 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import statistics
 import time
-from pathlib import Path
 from typing import Any
 
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from machine import commit, machine
+from machine import origin
 from pairs import line_of, paired
+from rows_file import flags, save
 
 from sn_compress import AutoCompression
 from sn_compress.tensorflow.tape import memory_of
@@ -86,21 +84,19 @@ def compare(name: str, *, pairs: int, steps: int, aa: bool) -> dict[str, Any]:
         "methods": methods,
         "learning_s": learning_s,
         "load": os.getloadavg()[0],
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
 def main() -> None:
     """A row for each net."""
-    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    flags.add_argument("--json", type=Path)
-    flags.add_argument("--quick", action="store_true", help="three short pairs of each")
-    flags.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
-    flags.add_argument("--pairs", type=int, default=PAIRS)
-    flags.add_argument("--steps", type=int, default=STEPS, help="of each, in a pair")
-    flags.add_argument("--aa", action="store_true", help="plain against plain as well")
-    args = flags.parse_args()
+    parser = flags(__doc__)
+    parser.add_argument("--quick", action="store_true", help="three short pairs of each")
+    parser.add_argument("--nets", nargs="+", choices=NETS, default=list(NETS))
+    parser.add_argument("--pairs", type=int, default=PAIRS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="of each, in a pair")
+    parser.add_argument("--aa", action="store_true", help="plain against plain as well")
+    args = parser.parse_args()
     if args.quick:
         args.pairs, args.steps = 3, 8
     tf.config.threading.set_intra_op_parallelism_threads(1)
@@ -111,8 +107,7 @@ def main() -> None:
             rows.append(compare(name, pairs=args.pairs, steps=args.steps, aa=aa))
             if hvd.rank() == 0:
                 print(line_of(rows[-1]), flush=True)
-                if args.json:
-                    args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+                save(args.json, rows)
     hvd.shutdown()
 
 

@@ -12,7 +12,6 @@ rule (6, 32, n, 6), tokens of a GPT-2. `--at N ...` runs these sizes alone, for 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -20,8 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from machine import commit, machine
-from training_rows import load, save
+from machine import origin
+from rows_file import flags, load, save
 from under_limit_child import STARVED
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -106,7 +105,7 @@ def largest(run: Any, start: int, *, grain: float, step: int) -> int:
 
 def main(argv: list[str]) -> int:
     """Search, and keep every trial."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--task", nargs="+", choices=WAYS, default=["resnet"])
     parser.add_argument("--way", nargs="+")
     parser.add_argument("--limit", type=int, default=768, help="MiB above what was imported")
@@ -118,7 +117,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=20.0, help="for planning, as in plan")
     parser.add_argument("--planner", default="auto", help="of ours, as in plan")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a trial")
-    parser.add_argument("--json", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     for task in args.task:
         for way in args.way or WAYS[task]:
@@ -133,7 +131,7 @@ def main(argv: list[str]) -> int:
                 row = known(load(args.json), asked)
                 if row is None:
                     row = trial(asked, timeout_s=args.timeout)
-                    row |= {"commit": commit(), "machine": machine()}
+                    row |= origin()
                     save(args.json, [*load(args.json), row])
                 print(describe(row), flush=True)
                 return bool(row["trained"])

@@ -10,12 +10,12 @@ planned or run here.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from rows_file import load
 from tables import between_markers, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = load(RESULTS)
     text = PAGE.read_text(encoding="utf-8")
     new_text = between_markers(text, "limit", table(rows))
     if args.check:
