@@ -7,7 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tables import between_markers, markdown
+from tables import markdown
 
 Row = dict[str, Any]
 Panel = tuple[str, str, int]
@@ -186,15 +186,6 @@ def text(rows: list[Row], flags: str = "") -> str:
         parts += [f"### {TITLES[panel[:2]]}{ranks}", f"{steps} steps, learning rate {rate}."]
         parts.append(table(group))
     return "\n\n".join([*parts, source(rows, flags)])
-
-
-def put_into(page: Path, name: str, new: str) -> None:
-    """Replace what stands between the two markers of that name in a page."""
-    try:
-        new_text = between_markers(page.read_text(encoding="utf-8"), name, new)
-    except ValueError as error:
-        raise SystemExit(f"{page}: {error}") from None
-    page.write_text(new_text, encoding="utf-8")
 
 
 def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import _accuracy_report as report
 from machine import origin
 from rows_file import flags, load, save
+from tables import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -91,7 +92,8 @@ def main():
     print(f"\n{text}\n\nrows: {path}")
     if path == RESULTS:
         report.picture(rows, curves, ROOT / "docs/accuracy.png")
-        report.put_into(ROOT / "docs/accuracy.md", f"![{report.CAPTION}](accuracy.png)\n\n{text}")
+        text = f"![{report.CAPTION}](accuracy.png)\n\n{text}"
+        put_into(ROOT / "docs/accuracy.md", "accuracy", text)
 
 
 if __name__ == "__main__":

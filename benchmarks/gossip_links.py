@@ -17,12 +17,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from _study_report import put_into
 from gossip_report import PAGE
 from machine import origin
 from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
-from tables import markdown
+from tables import markdown, put_into
 from training_runs import plain_s, say
 
 from sn_compress.prediction.cost import layers

@@ -7,8 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from _study_report import put_into
-from tables import markdown
+from tables import markdown, put_into
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/gossip.md"
 Row = dict[str, Any]

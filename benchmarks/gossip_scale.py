@@ -27,11 +27,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _study_report import put_into
 from gossip_report import PAGE
 from machine import origin
 from rows_file import flags, load, save
-from tables import markdown
+from tables import markdown, put_into
 
 from sn_compress.gossip import topology
 from sn_compress.prediction.cost import BACKWARD, layers, wire_bytes

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from machine import origin
 from rows_file import save
-from tables import between_markers, markdown
+from tables import markdown, put_into
 
 from sn_compress.ops import groups
 from sn_memory.torch.activations import packing
@@ -110,8 +110,7 @@ def main() -> None:
         save(folder / "packing.json", rows)
     print(table(rows))
     if not quick:
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(between_markers(text, "packing", table(rows)), encoding="utf-8")
+        put_into(PAGE, "packing", table(rows))
 
 
 if __name__ == "__main__":

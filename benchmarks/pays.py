@@ -33,7 +33,7 @@ from language import Language, batch, loss_of
 from published import step_on
 from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
-from tables import markdown
+from tables import markdown, put_into
 from torch import nn
 
 from sn_compress.prediction.cost import INSIDE, Layer, Link, Route, Step, layers, step
@@ -44,7 +44,6 @@ from sn_compress.text_table import text_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/pays.json"
-START, END = "<!-- pays:start -->", "<!-- pays:end -->"
 RANKS = 8
 NODES, GPUS = 16, 8  # of the last row
 LINKS = {"0.1": 0.1, "1": 1, "10": 10, "25": 25, "100": 100, "NVLink": 2400}  # Gbit/s each way
@@ -145,16 +144,6 @@ def tables() -> str:
     lines.append([f"GPT-2, {NODES} nodes of {GPUS}, codec on an H200", *cells])
     head = ["break-even link, codec on a core", *(f"`{name}`" for name in OURS)]
     return f"{times_plain}\n\n{markdown(head, lines)}"
-
-
-def put_into(page: Path) -> None:
-    """Write the tables between the marks of a page."""
-    text = page.read_text("utf-8")
-    before, start, rest = text.partition(f"{START}\n")
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise SystemExit(f"{page.name} has no {START} ... {END}")
-    page.write_text(f"{before}{start}{tables()}\n{end}{after}", "utf-8")
 
 
 class Way:
@@ -264,7 +253,7 @@ def main() -> None:
     args = parser.parse_args()
     if not args.measure:
         if args.write:
-            put_into(ROOT / "README.md")
+            put_into(ROOT / "README.md", "pays", tables())
         print(f"{tables()}\n")
         print(measured(load(args.json)))
         return

@@ -43,7 +43,7 @@ from architectures import ARCHITECTURES, Sample, loss_of
 from architectures_more import MORE
 from machine import origin
 from rows_file import flags, load, save
-from tables import markdown
+from tables import markdown, put_into
 from torch._subclasses.fake_tensor import FakeTensor
 
 import sn_memory.torch
@@ -55,7 +55,6 @@ from sn_memory.torch.model.step import restore_step, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch_memory_measured.md"
-MARKS = ("<!-- architectures:start -->", "<!-- architectures:end -->")
 RESULTS = ROOT / "benchmarks" / "results" / "planner_architectures.json"
 ALL = ARCHITECTURES | MORE
 Around = Callable[[], AbstractContextManager[Any]]
@@ -316,14 +315,6 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(head, lines)
 
 
-def write_page(rows: list[dict[str, Any]]) -> None:
-    """Put the table between its marks on the page."""
-    text = PAGE.read_text()
-    before, rest = text.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    PAGE.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
-
-
 def main() -> None:
     """Read the command line; make the rows, or those of one architecture."""
     parser = flags(__doc__, RESULTS)
@@ -356,7 +347,7 @@ def main() -> None:
             order = ((name, backend) for name in ALL for backend in ROWS)
             save(args.json, [by_key[key] for key in order if key in by_key])
     if args.json == RESULTS:
-        write_page(load(RESULTS))
+        put_into(PAGE, "architectures", table(load(RESULTS)))
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import transformers
 from rows_file import flags, load, save
-from tables import between_markers, markdown
+from tables import markdown, put_into
 from torch import nn
 
 import sn_memory.torch
@@ -446,7 +446,7 @@ def main() -> None:
     print(table(rows))
     save(options.json, rows)
     if options.json and options.json.resolve() == RESULTS:
-        PAGE.write_text(between_markers(PAGE.read_text(), "regions", table(rows)))
+        put_into(PAGE, "regions", table(rows))
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from machine import origin
 from nets import NETS, UNSEEN_NETS, fashion_mnist
 from rows_file import flags, load, save
 from simulated import SMALLEST, Exchange, Plain, exchange_gradients, rank_gradients
+from tables import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/study.json"
@@ -310,12 +311,12 @@ def main() -> None:
         print(f"\n{report.compared(rows, load(args.against))}")
     page = ROOT / "docs/accuracy.md"
     if path == LONG_RESULTS:
-        report.put_into(page, "study-long", text)
+        put_into(page, "study-long", text)
     elif path == UNSEEN_RESULTS:
-        report.put_into(page, "study-unseen", text)
+        put_into(page, "study-unseen", text)
     elif path == RESULTS:
         report.picture(rows, ROOT / "docs/study.png")
-        report.put_into(page, "study", f"![{report.CAPTION}](study.png)\n\n{text}")
+        put_into(page, "study", f"![{report.CAPTION}](study.png)\n\n{text}")
     elif args.png:
         report.picture(rows, args.png)
 

@@ -7,6 +7,7 @@ of gpu/ do, may be without it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -40,6 +41,15 @@ def between_markers(text: str, name: str, new: str) -> str:
     if not (has_start and has_end):
         raise ValueError(f"{start} or {end} is missing; put both where the tables belong")
     return f"{before}{start}\n{new}\n{end}{after}"
+
+
+def put_into(page: Path, name: str, new: str) -> None:
+    """Replace what stands between the two markers of that name in a page."""
+    try:
+        text = between_markers(page.read_text(encoding="utf-8"), name, new)
+    except ValueError as error:
+        raise SystemExit(f"{page}: {error}") from None
+    page.write_text(text, encoding="utf-8")
 
 
 def columns(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:

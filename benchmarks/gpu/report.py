@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT
-from tables import markdown
+from tables import markdown, put_into
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-START, END = "<!-- gpu:start -->", "<!-- gpu:end -->"
 NOT = "not measured"
 Result = dict[str, Any]
 
@@ -150,18 +149,10 @@ PAGES: dict[str, Callable[[Path], str]] = {
 }
 
 
-def put(text: str, tables: str) -> str:
-    """A page with what is between its markers made anew. Raises ValueError without markers."""
-    before, rest = text.split(START)
-    _, after = rest.split(END)
-    return f"{before}{START}\n{tables}\n{END}{after}"
-
-
 def main() -> None:
     """Write all pages."""
     for name, make in PAGES.items():
-        path = ROOT / name
-        path.write_text(put(path.read_text(encoding="utf-8"), make(RESULTS)), encoding="utf-8")
+        put_into(ROOT / name, "gpu", make(RESULTS))
 
 
 if __name__ == "__main__":
