@@ -86,7 +86,7 @@ def run_ranks(
                             stderr=subprocess.STDOUT,
                         )
                     )  # fmt: skip
-            _follow(processes, logs, time.monotonic() + timeout_s)
+            follow(processes, logs, time.monotonic() + timeout_s)
         finally:
             # A rank whose peer is gone waits on; the peer's end is theirs.
             for process in processes:
@@ -95,9 +95,16 @@ def run_ranks(
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _follow(processes: list[Any], logs: list[Path], until: float) -> None:
+def follow(
+    processes: list[Any], logs: list[Path], until: float, look: Callable[[], object] = lambda: None
+) -> None:
+    """Wait for all ranks to end, and `look` meanwhile.
+
+    Raises RuntimeError, with what the ranks said, if one fails or time is up.
+    """
     while True:
         codes = [process.poll() for process in processes]
+        look()
         if all(code == 0 for code in codes):
             return
         bad = [rank for rank, code in enumerate(codes) if code]

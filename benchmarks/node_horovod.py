@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_ranks import about, measured
+from ddp_ranks import about, follow, measured
 from node_ddp import SETTINGS, SETTLE, SETTLE_WHOLE, WAYS, Shapes, alone, note, now, row_of
 from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
@@ -78,47 +77,15 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dict[str, Any]]:
-    """What all ranks have found; RuntimeError with what the first one said that fails."""
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
+    """What all ranks have found; RuntimeError with what they said if one fails."""
+    from rank_jobs import started
 
-    server = RendezvousServer(verbose=0)
-    port = server.start()
-    hosts = ",".join(f"{links.address(node)}:{job['per_node']}" for node in range(job["nodes"]))
-    slots = get_host_assignments(parse_hosts(hosts), job["nodes"] * job["per_node"])
-    server.init(slots)
-    common = create_run_env_vars(links.address(None), ["eth0"], port)
     (folder / "job.json").write_text(json.dumps(job))
-    processes = []
-    try:
-        for slot in slots:
-            env = {k: str(v) for k, v in {**common, **create_slot_env_vars(slot)}.items()}
-            env |= {
-                "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",
-                "HOROVOD_CYCLE_TIME": f"{job['cycle_ms']:g}",
-            }  # fmt: skip
-            command = [sys.executable, __file__, "--rank", str(folder)]
-            with open(folder / f"log{slot.rank}", "w") as log:
-                node = slot.rank // job["per_node"]
-                processes.append(
-                    subprocess.Popen(
-                        links.command(node, *command), env=os.environ | env, stdout=log, stderr=log
-                    )
-                )
-        for rank, process in enumerate(processes):
-            if process.wait(timeout=3600):
-                output = (folder / f"log{rank}").read_text(errors="replace")
-                raise RuntimeError(
-                    f"rank {rank} ended with {process.returncode}:\n{output[-3000:]}"
-                )
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        server.stop()
-        server._httpd.server_close()  # stop() leaves the socket open
-    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(processes))]
+    command = [sys.executable, __file__, "--rank", str(folder)]
+    env = {"HOROVOD_CYCLE_TIME": f"{job['cycle_ms']:g}"}
+    with started(links, folder, command, per_node=job["per_node"], env=env) as (processes, logs):
+        follow(processes, logs, time.monotonic() + 3600)
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(logs))]
 
 
 def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
