@@ -436,7 +436,7 @@ def planning_rows(unit: str) -> Rows:
 
 def step_rows(unit: str) -> Rows:
     """Seconds of a planned step over those of the plain one, which take turns."""
-    from pairs import paired
+    from tuned import paired
 
     model, sample = _torch_net(unit)
     planned = _planned(model, sample, "60%", backend="graph")
