@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import origin
+from resnet50_gradients import FixedGradients
 from rows_file import flags, save
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import LowRankCompression
@@ -33,27 +33,17 @@ METHODS: dict[str, Any] = {
 }
 
 
-class FixedGradients(nn.Module):
-    """A model whose gradients are given: normal numbers in the shapes of a known model."""
-
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        shapes = [layer.shape for layer in layers(model)]
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        self.gradients = [torch.randn(shape, generator=generator) for shape in shapes]
-
-    def forward(self) -> torch.Tensor:
-        """The loss."""
-        pairs = zip(self.weights, self.gradients, strict=True)
-        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
+def normal_gradients(model: str) -> list[torch.Tensor]:
+    """Normal numbers in the shapes of a known model."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(layer.shape, generator=generator) for layer in layers(model)]
 
 
 def seconds(model: str, steps: int) -> dict[str, float]:
     """CPU seconds of a backward pass by method; the median of the steps behind the first four."""
     trained, taken = {}, {name: [] for name in METHODS}
     for name, compression in METHODS.items():
-        ddp = DistributedDataParallel(FixedGradients(model))
+        ddp = DistributedDataParallel(FixedGradients(normal_gradients(model)))
         if compression:
             named = list(ddp.module.named_parameters())
             state = CompressionState(compression, named_parameters=named)

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from ddp_ranks import about, as_rank, run_ranks
 from ddp_ways import wrapped
-from hook_seconds import FixedGradients
+from hook_seconds import normal_gradients
 from language import Language, batch, loss_of
 from published import step_on
+from resnet50_gradients import FixedGradients
 from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
 from tables import markdown, put_into
@@ -153,7 +154,7 @@ class Way:
         torch.manual_seed(0)
         self.job, self.seconds = job, list[float]()
         own = job["model"] == "transformer"
-        self.net: nn.Module = Language() if own else FixedGradients(job["model"])
+        self.net: nn.Module = Language() if own else FixedGradients(normal_gradients(job["model"]))
         self.ddp = self.net if name == "alone" else wrapped(name, self.net, dense=DENSE)[0]
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
         self.generator = torch.Generator().manual_seed(torch.distributed.get_rank())
