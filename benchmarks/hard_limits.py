@@ -17,8 +17,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -28,8 +26,8 @@ import torch
 from limited_nets import NETS, build
 from machine import origin
 from process_bytes import held_bytes, warm
-from resident import Watch, status
 from rows_file import flags, load, save
+from trials import Watch, fresh, last_row, starved, status
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -37,7 +35,6 @@ from sn_memory import BudgetError
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
 _MOST = "memory.peak", "memory.max_usage_in_bytes"
-STARVED = ("allocate memory", "MemoryError", "bad_alloc", "could not create", "out of memory")
 
 
 def file_of(cgroup: str, new: str, old: str) -> Path:
@@ -100,7 +97,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             steps += 1
     except (MemoryError, RuntimeError) as error:
-        if not any(message in f"{type(error).__name__}: {error}" for message in STARVED):
+        if not starved(f"{type(error).__name__}: {error}"):
             raise
         row["error"] = str(error).splitlines()[0][:160]
     row |= {"steps": steps, "step_s": (time.perf_counter() - began) / max(steps, 1)}
@@ -120,15 +117,12 @@ def run_trial(asked: dict[str, Any]) -> dict[str, Any]:
     limit(None, asked["cgroup"])
     procs = Path(asked["cgroup"], "cgroup.procs")
     enter = (lambda: procs.write_text(str(os.getpid()))) if asked["cgroup"] else None
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", json.dumps(asked)],
-        env=os.environ | {"SN_MEMORY_MALLOC": "on", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, preexec_fn=enter,
-    )  # fmt: skip
+    env = {"SN_MEMORY_MALLOC": "on", "OMP_NUM_THREADS": "1"}
+    done = fresh(__file__, "--one", json.dumps(asked), env=env, enter=enter)
     if done.returncode == 0:
-        return asked | json.loads(done.stdout.splitlines()[-1])
+        return asked | last_row(done)
     # Where memory runs out inside a library, or the cgroup kills, there may be no exception.
-    if done.returncode > 0 and not any(message in done.stderr for message in STARVED):
+    if done.returncode > 0 and not starved(done.stderr):
         raise SystemExit(f"the trial {asked} failed:\n{done.stderr[-2000:]}")
     return asked | {"steps": 0, "error": f"ended with {done.returncode}"}
 

@@ -14,9 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +25,7 @@ from held_nets import NETS
 from machine import origin
 from rows_file import flags, load, save
 from tables import markdown
+from trials import fresh, last_row
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -181,16 +179,13 @@ def main() -> None:
                 if not left:
                     continue
                 isa_variable = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}
-                done = subprocess.run(
-                    [sys.executable, __file__, "--job", json.dumps(job | {"budgets": left})],
-                    env={**os.environ, "OMP_NUM_THREADS": str(threads), **isa_variable},
-                    stdout=subprocess.PIPE, text=True, check=False,
-                )  # fmt: skip
+                env = {"OMP_NUM_THREADS": str(threads), **isa_variable}
+                job |= {"budgets": left}
+                done = fresh(__file__, "--job", json.dumps(job), env=env)
                 if done.returncode:
-                    print(f"{name}, {threads} threads, {isa}: rc {done.returncode}", flush=True)
+                    print(f"{name}, {threads} threads, {isa}: {done.stderr[-2000:]}", flush=True)
                     continue
-                new = json.loads(done.stdout.splitlines()[-1])
-                rows += [row | origin() for row in new]
+                rows += [row | origin() for row in last_row(done)]
                 last = rows[-1]
                 print(
                     f"{name}, {threads} threads, {isa}: plain {last['plain_bytes'] / MIB:.1f}, "

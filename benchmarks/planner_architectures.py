@@ -28,7 +28,6 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -45,6 +44,7 @@ from machine import origin
 from rows_file import flags, load, save
 from tables import markdown, put_into
 from torch._subclasses.fake_tensor import FakeTensor
+from trials import fresh
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -269,10 +269,10 @@ def _short(text: str) -> str:
 
 def in_a_process(name: str, quick: bool) -> list[dict[str, Any]]:
     """Return the rows of an architecture, made in a process of its own."""
-    command = [sys.executable, __file__, "--rows", name, *(["--quick"] if quick else [])]
+    words = ["--rows", name, *(["--quick"] if quick else [])]
     ended = "it was stopped after its time"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = fresh(__file__, *words, timeout_s=LIMIT_S)
         output = done.stdout
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         ended = f"the process ended with {done.returncode}: {last}"

@@ -34,6 +34,7 @@ import keras
 import tensorflow as tf
 from machine import origin
 from rows_file import flags, load, save
+from trials import restart_high_water
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, Plan, check_plan, plan_graph
@@ -149,7 +150,7 @@ def resident(path: Path, name: str, side: int, batch: int) -> int:
     for _ in range(2):
         gc.collect()
         before = status_kib("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
+        restart_high_water()
         float(run(x))
         rises.append(status_kib("VmHWM") - before)
     return 1024 * max(rises)

@@ -13,9 +13,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
-import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -24,9 +21,9 @@ from typing import Any
 import torch
 from limited_nets import NETS, build
 from machine import origin
-from resident import Watch, status
 from rows_file import flags, load, save
 from torch import nn
+from trials import Watch, fresh, last_row, status
 
 import sn_memory.torch
 
@@ -99,15 +96,10 @@ def main() -> None:
             rows = load(args.json)
             if any((row["net"], row["malloc"]) == (name, malloc) for row in rows):
                 continue
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", name],
-                env=os.environ | {"SN_MEMORY_MALLOC": malloc},
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+            done = fresh(__file__, "--one", name, env={"SN_MEMORY_MALLOC": malloc})
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-            row = json.loads(done.stdout.splitlines()[-1])
-            row |= {"malloc": malloc, **origin()}
+            row = last_row(done) | {"malloc": malloc, **origin()}
             save(args.json, [*rows, row])
             mib = {key: round(row[key] / 2**20, 1) for key in row if key.endswith("_bytes")}
             print(f"{name}, malloc {malloc}: {row['calls']} calls, {mib}", flush=True)

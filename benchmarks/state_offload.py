@@ -23,11 +23,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -36,9 +33,9 @@ from typing import Any
 import numpy as np
 import torch
 from machine import command, origin
-from resident import Watch, status
 from rows_file import flags, save
 from torch import nn
+from trials import Watch, fresh, last_row, status
 
 import sn_memory.torch
 
@@ -210,13 +207,12 @@ def run(way: str, args: argparse.Namespace, limit: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         options = {"child": way, "steps": args.steps, "limit": limit, "budget": args.budget,
                  "folder": folder}  # fmt: skip
-        command = [sys.executable, __file__]
-        command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
         # Memory that is given back is not kept by the allocator: in all ways alike.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        env = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "OMP_NUM_THREADS": "1"}
+        ended = fresh(__file__, *words, env=env)
     if ended.returncode == 0:
-        result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        result: dict[str, Any] = last_row(ended)
         return result
     errors = ended.stderr.strip().splitlines()
     return {"died": errors[-1][:200] if errors else f"signal {-ended.returncode}"}
