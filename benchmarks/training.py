@@ -16,7 +16,6 @@ bench goes on behind the last one; `--recorded FOLDER` keeps the recordings, too
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -27,7 +26,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy: a rank has one core
 from published import GPUS, WIRES
 from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
-from training_rows import KEYS, key_of, row_of, table
+from training_rows import key_of, row_of, table
 from training_runs import REPLAYED, TRAINED, estimate_s, replay_runs, say, train_runs
 from wire_methods import METHODS
 
@@ -38,7 +37,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with what --quick makes of them."""
     parser = flags(__doc__)
     parser.add_argument("--estimate", action="store_true", help="record, say how long, and end")
-    parser.add_argument("--stamps", type=Path, help="time stamps of a step of each replayed run")
     parser.add_argument("--quick", action="store_true", help="4 ranks and few steps, 2 minutes")
     parser.add_argument("--clean", action="store_true", help="remove what a killed run has left")
     parser.add_argument("--models", nargs="+", choices=REPLAYED + TRAINED, default=list(REPLAYED))
@@ -86,7 +84,6 @@ def do_runs(
     gbit: float,
     runs: list[dict[str, Any]],
     rows: list[dict[str, Any]],
-    stamps: list[dict[str, Any]],
 ) -> None:
     """Do the runs at a rate, and add their rows."""
     from rank_jobs import run_ranks
@@ -96,8 +93,6 @@ def do_runs(
         words = " ".join(str(run[k]) for k in ("model", "method", "codec"))
         say(f"{number + 1}/{len(runs)} {words}: {row['step_s']:.3f} s a step")
         rows.append(row)
-        if run["replayed"]:
-            stamps.append({key: run[key] for key in KEYS} | {"stamps": results[0]["stamps"]})
         save(args.json, rows)
 
     try:
@@ -115,7 +110,7 @@ def main(argv: list[str] | None = None) -> None:
         clean(left)
         print(f"removed {', '.join(left)}" if left else "nothing is left of earlier runs")
         return
-    rows, stamps = load(args.json), list[dict[str, Any]]()
+    rows = load(args.json)
     done = {key_of(row) for row in rows}
     with tempfile.TemporaryDirectory() as own:
         folder = args.recorded or Path(own)
@@ -129,10 +124,8 @@ def main(argv: list[str] | None = None) -> None:
                 f"replayed ones should take {minutes:.0f} minutes"
             )
             if runs and not args.estimate:
-                do_runs(args, gbit, runs, rows, stamps)
+                do_runs(args, gbit, runs, rows)
     print(table(rows))
-    if args.stamps:
-        args.stamps.write_text(json.dumps(stamps))
 
 
 if __name__ == "__main__":
