@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
 from tables import markdown
 
 Row = dict[str, Any]
@@ -228,12 +229,7 @@ def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:
 
 def picture(rows: list[Row], path: Path) -> None:
     """Difference to plain against the ratio, a line per method with the range over seeds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(11)
     by_panel = panels(rows)
     figure, axes = plt.subplots(
         1, len(by_panel), figsize=(5 * len(by_panel) + 2, 5), squeeze=False, sharey=True,

@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from compiled_peaks import Step, by_inductor, ours, plain, rival
 from machine import origin
+from pictures import pyplot
 from planner_torch import QUICK
 from planner_torch_rivals import measured
 from rows_file import flags, load, save
@@ -175,10 +176,7 @@ def panel(rows: list[dict[str, Any]], ways: tuple[str, ...], left: Any, right: A
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """A row of two panels for eager ops, and one for what Inductor compiles if that was run."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     titles = {"ops as torch runs them": EAGER, "compiled by Inductor": COMPILED}
     run = {row["way"] for row in rows}

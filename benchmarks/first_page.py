@@ -21,6 +21,7 @@ import torch
 from machine import origin
 from models import resnet
 from pays import predicted_step
+from pictures import pyplot
 from rows_file import load
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -86,10 +87,7 @@ def measure() -> None:
 
 
 def _axes(width: float, high: float) -> Any:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     # Large, as a phone shows the picture a third as wide.
     plt.rcParams.update({"font.size": 17, "axes.spines.top": False, "axes.spines.right": False})

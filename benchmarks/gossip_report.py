@@ -7,6 +7,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
 from tables import markdown, put_into
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/gossip.md"
@@ -102,12 +103,7 @@ def table(rows: list[Row]) -> str:
 
 def picture(rows: list[Row], path: Path) -> None:
     """Consensus distance over the longest runs, a panel for each number of ranks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(10)
     rows = [row for row in rows if row["steps"] == max(r["steps"] for r in rows)]
     counts = sorted({row["ranks"] for row in rows})
     figure, panels = plt.subplots(

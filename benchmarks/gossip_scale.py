@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 from gossip_report import PAGE
 from machine import origin
+from pictures import pyplot
 from rows_file import flags, load, save
 from tables import markdown, put_into
 
@@ -95,12 +96,7 @@ def spread_costs(rows: list[Row]) -> float:
 
 def picture(rows: list[Row], measured: list[Row], path: Path) -> None:
     """Compute efficiency over the number of ranks; what was measured as rings."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(10)
     computing = sorted({row["compute_s"] for row in rows}, reverse=True)
     kinds = list(dict.fromkeys(circumstance(row) for row in rows))
     figure, panels = plt.subplots(

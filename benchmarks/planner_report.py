@@ -11,6 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
 from rows_file import load
 from tables import between_markers, markdown
 
@@ -131,10 +132,7 @@ def source(rows: list[Row], command: str) -> str:
 
 def fronts(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw one panel per network: memory across, extra time up, a line per planner."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = min(4, len(models))

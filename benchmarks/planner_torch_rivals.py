@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from machine import origin
+from pictures import pyplot
 from planner_torch import QUICK
 from rows_file import flags, load, save
 from torch import nn
@@ -189,10 +190,7 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Peak over what was asked for, and op seconds over peak, per network."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     names = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = plt.subplots(

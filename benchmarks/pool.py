@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from machine import ROOT, origin
+from pictures import pyplot
 from rows_file import flags, save
 
 from sn_memory import arrange, check_packing
@@ -104,11 +105,9 @@ def measurements(quick: bool) -> list[Callable[[], dict[str, Any]]]:
 
 def picture(path: Path) -> None:
     """File A, time across and addresses up: packed, and by the best greedy rule."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
+
+    plt = pyplot()
 
     rows = read_csv(FILES[0]).buffers
     problem = read_problem(rows)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from gradients import RUN, load
 from machine import origin
+from pictures import pyplot
 from rivals.codecs import codec as codec_of
 from rows_file import flags, save
 
@@ -165,10 +166,7 @@ def worse(rows: list[dict[str, Any]]) -> str:
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Ratio against NMSE, the median over tensors: every rival a mark, ours a line."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     marks = dict(zip(sorted({r["method"] for r in rows} - {"auto"}), "osD^vPXd<>h8", strict=False))

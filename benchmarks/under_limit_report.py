@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
 from rows_file import load
 from tables import between_markers, markdown
 
@@ -111,14 +112,11 @@ def table(rows: list[Row]) -> str:
 
 def picture(rows: list[Row], path: Path) -> None:
     """Bars of the largest, ways below one another, a panel for each search."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    plt = pyplot()
 
     panels = [panel for panel in searches(rows) if largest(panel[2]["plain"])]
     heights = [sum(bool(largest(runs)) for runs in ways.values()) for _, _, ways in panels]
-    figure, axes = pyplot.subplots(
+    figure, axes = plt.subplots(
         len(panels), 1, figsize=(8, 0.9 + 0.52 * sum(heights) + 0.7 * len(panels)),
         gridspec_kw={"height_ratios": heights}, squeeze=False,
     )  # fmt: skip
