@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import origin
-from rows_file import flags, load, save
+from rows_file import flags, load, path_of, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -38,7 +38,7 @@ def make_rows(
     parser.add_argument("--quick", action="store_true", help="one net, few steps")
     parser.add_argument("--nets", nargs="+", choices=[*nets, *others], help="these, or all small")
     args = parser.parse_args()
-    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
+    path = path_of(args, ROOT / "benchmarks/results" / file)
     about = origin()
     chosen = args.nets or ([quick] if args.quick else list(nets))
     rows = [
@@ -70,7 +70,7 @@ def make_nets(
     parser.add_argument("--quick", action="store_true", help="the first net, one short round")
     parser.add_argument("--nets", nargs="+", choices=[*nets], default=[*(chosen or nets)])
     args = parser.parse_args()
-    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
+    path = path_of(args, ROOT / "benchmarks/results" / file)
     about = origin()
     order = {(net, method): at for at, (net, method) in enumerate(product(nets, methods))}
     for net in [*nets][:1] if args.quick else args.nets:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import _accuracy_report as report
 from machine import origin
-from rows_file import flags, load, save
+from rows_file import flags, interruptible, load, path_of, save
 from tables import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,7 +65,7 @@ def main():
     args = parser.parse_args()
     if args.quick:
         args.epochs, args.seeds, args.images = 1, [0], 6400
-    path = args.json or (ROOT / "benchmarks/out/accuracy.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     curve_path = path.with_suffix(".curves.json")
 
     # Quick runs are about the code of today; the long study is worth continuing.
@@ -97,7 +97,4 @@ def main():
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from machine import origin
 from nets import NETS, fashion_mnist
-from rows_file import flags, load, save
+from rows_file import flags, interruptible, load, missing, path_of, save
 from tables import markdown
 from torch import nn
 from torch.nn.functional import avg_pool2d, cross_entropy, relu
@@ -311,21 +311,18 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="other than a net's own")
     args = parser.parse_args()
-    path = args.json or (ROOT / "benchmarks/out/activations.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     runs = plan(
         args.seeds[:1] if args.quick else args.seeds, args.nets, 12 if args.quick else args.steps
     )
     runs = [run for run in runs if not args.only or run.method in args.only]
     rows = [] if args.quick else load(path)
     fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in rows}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
     data = {part: fashion_mnist(part) for part in ("train", "t10k")}
     if args.quick:
         data["t10k"] = tuple(part[:500] for part in data["t10k"])
     about = origin()
-    for run in missing:
+    for run in missing(runs, rows):
         start = time.perf_counter()
         rows.append(train(run, data) | about)
         save(path, rows)
@@ -335,7 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

@@ -25,7 +25,7 @@ import numpy as np
 import tensorflow as tf
 from machine import origin
 from nets import fashion_mnist
-from rows_file import flags, load, save
+from rows_file import flags, load, missing, path_of, save
 from tables import markdown
 
 import sn_memory.tensorflow
@@ -202,15 +202,13 @@ def main() -> None:
     args = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    default = ROOT / "benchmarks/out/activations_tensorflow.json" if args.quick else RESULTS
-    path = args.json or default
+    path = path_of(args, RESULTS)
     runs = [
         Run(kept, seed, 12 if args.quick else 1500)
         for seed in (args.seeds[:1] if args.quick else args.seeds)
         for kept in KEPT
     ]
     rows = [] if args.quick else load(path)
-    done = {tuple(row[field] for field in asdict(runs[0])) for row in rows}
     data = {
         part: (images.permute(0, 2, 3, 1).numpy(), labels.numpy())
         for part, (images, labels) in ((split, fashion_mnist(split)) for split in ("train", "t10k"))
@@ -218,11 +216,10 @@ def main() -> None:
     if args.quick:
         data["t10k"] = tuple(part[:500] for part in data["t10k"])
     about = origin()
-    for run in runs:
-        if tuple(asdict(run).values()) not in done:
-            rows.append(train(run, data) | about)
-            save(path, rows)
-            print(rows[-1], flush=True)
+    for run in missing(runs, rows):
+        rows.append(train(run, data) | about)
+        save(path, rows)
+        print(rows[-1], flush=True)
     print(f"\n{table(rows)}\n\nrows: {path}")
 
 

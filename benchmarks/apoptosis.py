@@ -37,7 +37,7 @@ import torch
 from collider import collisions
 from machine import origin
 from nets import fashion_mnist
-from rows_file import flags, load, save
+from rows_file import flags, load, matching, path_of, save
 from scipy.stats import rankdata
 from torch import nn
 
@@ -283,7 +283,7 @@ def main() -> None:
     if args.quick:
         args.nets, args.seeds, args.steps, args.every = ["mlp_narrow", "cnn_narrow"], [0], 60, 20
         args.tolerance = 0.4
-    path = args.json or (ROOT / "benchmarks/out/apoptosis.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     rows = load(path)
     for seed in () if args.report else args.seeds:
         for net in args.nets:
@@ -294,7 +294,7 @@ def main() -> None:
                     own = {name: getattr(args, name) or getattr(TASKS[net], name) for name in SAME}
                     key |= {**own, "schedule": args.schedule}
                 key["steps"] = steps_of(net, method, args)
-                done = next((row for row in rows if key.items() <= row.items()), None)
+                done = matching(rows, key)
                 if done is None:
                     done = run(net, method, seed, args, ended)
                     rows.append(done)

@@ -24,7 +24,7 @@ import horovod.torch as hvd
 import torch
 from apoptosis import LOOKS, dense, images, rate, score, widths
 from machine import origin
-from rows_file import flags, load, save
+from rows_file import flags, load, matching, path_of, save
 from tables import markdown
 from torch import nn
 
@@ -152,8 +152,7 @@ def main() -> None:
         args.widths, args.steps, args.every, args.tolerance = [64, 64], 60, 20, 0.4
     hvd.init()
     torch.set_num_threads(1)  # ranks share the cores
-    quick = ROOT / "benchmarks/out/apoptosis_ranks.json"
-    path = args.json or (quick if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     rows = load(path)
     for seed in () if args.report else args.seeds:
         for method in args.methods:
@@ -161,7 +160,7 @@ def main() -> None:
             key["plain_steps"] = args.steps
             if method != "plain":
                 key |= {name: getattr(args, name) for name in SETTINGS}
-            if any(key.items() <= row.items() for row in rows):
+            if matching(rows, key):
                 continue
             rows.append(run(method, seed, args))
             if hvd.rank() == 0:

@@ -25,7 +25,7 @@ import tensorflow as tf
 from apoptosis import BATCH, LOOKS, TEST_BATCH, images, rate
 from apoptosis import held_out as without_test
 from machine import origin
-from rows_file import flags, load, save
+from rows_file import flags, load, matching, path_of, save
 from tables import markdown
 
 from sn_memory.apoptosis.tensorflow import Apoptosis
@@ -179,8 +179,7 @@ def main() -> None:
     # CPU seconds of several threads would be no time that passes.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    quick = ROOT / "benchmarks/out/apoptosis_tensorflow.json"
-    path = args.json or (quick if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     rows = load(path)
     for seed in () if args.report else args.seeds:
         for method in args.methods:
@@ -188,7 +187,7 @@ def main() -> None:
             key |= {"widths": args.widths, "plain_steps": args.steps}
             if method != "plain":
                 key |= {name: getattr(args, name) for name in SETTINGS}
-            if any(key.items() <= row.items() for row in rows):
+            if matching(rows, key):
                 continue
             rows.append(run(method, seed, args))
             save(path, rows)

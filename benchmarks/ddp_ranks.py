@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from machine import ROOT, command, commit, origin
+from rows_file import matching
 from shaped_links import ShapedLinks
 
 _FLAG = "--as-rank"
@@ -128,5 +129,4 @@ def about(script: str) -> dict[str, Any]:
 def measured(rows: list[dict[str, Any]], key: dict[str, Any]) -> bool:
     """Whether there are rows of this commit and key; what a changed tree gave is measured again."""
     key = key | {"commit": commit()}
-    same = [row for row in rows if all(row.get(name) == value for name, value in key.items())]
-    return bool(same) and not key["commit"].endswith("+")
+    return matching(rows, key) is not None and not key["commit"].endswith("+")

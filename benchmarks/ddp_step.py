@@ -24,7 +24,7 @@ from collectives import collectives, sent_bytes
 from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import wrapped
 from language import Language, batch, loss_of
-from rows_file import flags, load, save
+from rows_file import flags, load, replaced, save
 
 from sn_compress.text_table import text_table
 
@@ -169,8 +169,7 @@ def main() -> None:
         job["ways"] = list(dict.fromkeys(["plain", *args.ways]))
         print(f"run {run + 1}/{args.runs}", flush=True)
         new = rows_of(job, run_ranks(__file__, job, ranks=args.ranks, timeout_s=900))
-        keys = {key_of(row) for row in new}
-        rows = [row for row in rows if key_of(row) not in keys] + new
+        rows = replaced(rows, new, key_of)
         save(args.json, rows)
     print(table(rows))
 

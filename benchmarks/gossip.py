@@ -28,7 +28,7 @@ from local_peers import Hall, LocalPeers
 from machine import origin
 from nets import NETS, fashion_mnist
 from rivals.codecs import codec
-from rows_file import flags, load, save
+from rows_file import flags, interruptible, load, missing, path_of, save
 from study import learning_rate
 
 import sn_compress
@@ -185,18 +185,15 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
     args = parser.parse_args()
-    path = args.json or (ROOT / "benchmarks/out/gossip.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     runs = plan(args.methods, args.seeds, args.ranks, args.steps, args.pull)
     if args.quick:
         runs = plan(list(METHODS), [0], [4], 20)
     rows = [] if args.quick else load(path)
     fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in rows}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
     about = origin()
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for row in pool.imap_unordered(train, missing):
+        for row in pool.imap_unordered(train, missing(runs, rows)):
             rows.append(row | about)
             save(path, rows)
             cells = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
@@ -205,7 +202,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

@@ -25,7 +25,7 @@ import nets
 import numpy as np
 from gossip import BATCH, LOOKS, RATE, STEPS, Run, plan
 from machine import origin
-from rows_file import flags, load, save
+from rows_file import flags, interruptible, load, missing, path_of, save
 from study import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,17 +77,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
     args = parser.parse_args()
-    path = args.json or (ROOT / "benchmarks/out/gossip_tensorflow.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     runs = plan(args.methods, args.seeds, args.ranks, args.steps)
     if args.quick:
         path.unlink(missing_ok=True)
         runs = plan(METHODS, [0], [2], 20)
-    fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in load(path)}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    todo = missing(runs, load(path))
     for ranks in args.ranks if not args.quick else [2]:
-        if alike := [run for run in missing if run.ranks == ranks]:
+        if alike := [run for run in todo if run.ranks == ranks]:
             start(alike, path)
     rows = load(path)
     save(path, rows)
@@ -95,7 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

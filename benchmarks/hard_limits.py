@@ -26,7 +26,7 @@ import torch
 from limited_nets import NETS, build
 from machine import origin
 from process_bytes import held_bytes, warm
-from rows_file import flags, load, save
+from rows_file import flags, load, matching, save
 from trials import Watch, fresh, last_row, starved, status
 
 import sn_memory.torch
@@ -147,12 +147,11 @@ def main() -> None:
                     "scratch_bytes": args.scratch << 20,
                 }  # fmt: skip
                 rows = load(args.json)
-                if any(all(row[key] == asked[key] for key in asked) for row in rows):
+                if matching(rows, asked):
                     continue
                 if way == "plain":
-                    of = asked | {"way": "planned"}
-                    ours = next(r for r in rows if all(r[key] == of[key] for key in of))
-                    if "limit_bytes" not in ours:
+                    ours = matching(rows, asked | {"way": "planned"})
+                    if ours is None or "limit_bytes" not in ours:
                         continue
                     asked["limit_bytes"] = ours["limit_bytes"]
                 row = run_trial(asked) | origin()

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from limited_nets import NETS, build
 from machine import origin
-from rows_file import flags, load, save
+from rows_file import flags, load, matching, save
 from torch import nn
 from trials import Watch, fresh, last_row, status
 
@@ -94,7 +94,7 @@ def main() -> None:
     for name in args.nets:
         for malloc in args.malloc:
             rows = load(args.json)
-            if any((row["net"], row["malloc"]) == (name, malloc) for row in rows):
+            if matching(rows, {"net": name, "malloc": malloc}):
                 continue
             done = fresh(__file__, "--one", name, env={"SN_MEMORY_MALLOC": malloc})
             if done.returncode:

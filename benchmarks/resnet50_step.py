@@ -41,7 +41,7 @@ from resnet50_gradients import (
     shapes_of,
 )
 from resnet50_horovod import run_horovod
-from rows_file import flags, load, save
+from rows_file import flags, load, replaced, save
 
 from sn_compress.text_table import text_table
 
@@ -203,8 +203,7 @@ def main() -> None:
         else:
             by_rank = run_horovod(job, timeout_s=1200)
         new = rows_of(job, by_rank)
-        keys = {key_of(row) for row in new}
-        rows = [row for row in rows if key_of(row) not in keys] + new
+        rows = replaced(rows, new, key_of)
         save(args.json, rows)
     print(table(rows))
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import wrapped
 from language import Language, batch, loss_of
-from rows_file import flags, load, save
+from rows_file import flags, load, replaced, save
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
 
 from sn_compress.text_table import text_table
@@ -177,8 +177,7 @@ def main() -> None:
         except NoLinksError as why:
             raise SystemExit(str(why)) from None
         new = rows_of(job | {"ranks": 2}, by_rank)
-        keys = {key_of(row) for row in new}
-        rows = [row for row in rows if key_of(row) not in keys] + new
+        rows = replaced(rows, new, key_of)
         save(args.json, rows)
     print(table(rows))
 

@@ -29,7 +29,7 @@ import torch
 from _study_methods import BUILD, DENSE, Shapes, build, matrix
 from machine import origin
 from nets import NETS, UNSEEN_NETS, fashion_mnist
-from rows_file import flags, load, save
+from rows_file import flags, interruptible, load, missing, save
 from simulated import SMALLEST, Exchange, Plain, exchange_gradients, rank_gradients
 from tables import put_into
 
@@ -291,16 +291,13 @@ def main() -> None:
     if not runs:
         parser.error("no run of the study is left by --only, --nets, --optimizers and --ratios")
     fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in rows}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
     about = origin()
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
     # Without these a buffer of a few hundred kilobytes is returned to the system at every step and
     # comes back page by page: half of a step's time. The C library reads them as a process starts.
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
         os.environ[name] = "1000000000" if name != "MALLOC_TOP_PAD_" else "200000000"
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for row in pool.imap_unordered(train, missing):
+        for row in pool.imap_unordered(train, missing(runs, rows)):
             rows.append(row | about)
             save(path, rows)
             cells = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
@@ -322,7 +319,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

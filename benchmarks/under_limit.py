@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from machine import origin
-from rows_file import flags, load, save
+from rows_file import flags, load, matching, save
 from trials import Watch, fresh, last_row, restart_high_water, starved, status
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -121,11 +121,6 @@ def trial(asked: Row, *, timeout_s: float) -> Row:
     return job | {"trained": False, "out_of_memory": True, "error": error, "steps_cpu_s": []}
 
 
-def known(rows: list[Row], asked: Row) -> Row | None:
-    """The row of a trial that was run."""
-    return next((row for row in rows if all(row[key] == asked[key] for key in KEYS)), None)
-
-
 def describe(row: Row) -> str:
     """One line of a row."""
     what = f"{row['task']} {row['way']} {row['update']} {row['limit_bytes'] >> 20} MiB"
@@ -180,7 +175,7 @@ def main(argv: list[str]) -> int:
                     "time_limit_s": args.time_limit,
                     **({"planner": args.planner} if way.startswith("ours") else {}),
                 }  # fmt: skip
-                row = known(load(args.json), asked)
+                row = matching(load(args.json), {key: asked[key] for key in KEYS})
                 if row is None:
                     row = trial(asked, timeout_s=args.timeout)
                     row |= origin()
