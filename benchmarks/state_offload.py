@@ -178,7 +178,7 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
             "predicted_peak_mib": record.plan.peak_bytes / MIB,
             "places": {place: list(record.state.places.values()).count(place)
                        for place in ("device", "state", "host")},
-            "says": repr(record.state).replace(str(held.folder), "a folder"),
+            "says": repr(record.state).replace(str(held.where), "a folder"),
         }  # fmt: skip
     parameters = sum(parameter.numel() for parameter in model.parameters())
     losses, seconds = [], []
