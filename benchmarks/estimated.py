@@ -18,6 +18,7 @@ import torch
 from architectures import ARCHITECTURES, Sample
 from machine import origin
 from rows_file import flags, save
+from tables import markdown
 from torch.utils._pytree import tree_map_only
 
 from sn_memory.torch import TraceError, estimate
@@ -63,21 +64,16 @@ def row_of(name: str, times: int = 1) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a table for the docs."""
-    lines = [
-        "| network | measured, KiB | estimated, KiB | difference, % |",
-        "|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        name = row["architecture"] + (
-            f", {row['times']} times the batch" if row["times"] > 1 else ""
-        )
-        measured = f"{row['measured_bytes'] / 1024:,.0f}"
+        times = f", {row['times']} times the batch" if row["times"] > 1 else ""
+        line = [row["architecture"] + times, f"{row['measured_bytes'] / 1024:,.0f}"]
         if "refused" in row:
-            lines.append(f"| {name} | {measured} | refused | |")
-            continue
-        estimated = f"{row['estimated_bytes'] / 1024:,.0f}"
-        lines.append(f"| {name} | {measured} | {estimated} | {row['over'] * 100:+.2f} |")
-    return "\n".join(lines)
+            line += ["refused", ""]
+        else:
+            line += [f"{row['estimated_bytes'] / 1024:,.0f}", f"{row['over'] * 100:+.2f}"]
+        lines.append(line)
+    return markdown(("network", "measured, KiB", "estimated, KiB", "difference, %"), lines)
 
 
 def main() -> None:

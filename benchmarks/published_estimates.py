@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from machine import origin
 from rows_file import flags, save
+from tables import markdown
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -275,13 +276,15 @@ def adafactor() -> Any:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a table for the docs."""
-    lines = ["| what | published, GB | ours, GB | difference, % |", "|---|---|---|---|"]
-    lines += [
-        f"| {row['name']} | {row['published_bytes'] / 1e9:,.2f} | {row['ours_bytes'] / 1e9:,.2f} | "
-        f"{row['over'] * 100:+.1f} |"
+    head = ("what", "published, GB", "ours, GB", "difference, %")
+    lines = [
+        [
+            row["name"], f"{row['published_bytes'] / 1e9:,.2f}", f"{row['ours_bytes'] / 1e9:,.2f}",
+            f"{row['over'] * 100:+.1f}",
+        ]
         for row in rows
-    ]
-    return "\n".join(lines)
+    ]  # fmt: skip
+    return markdown(head, lines)
 
 
 def row_of(case: Case) -> dict[str, Any]:

@@ -26,6 +26,7 @@ import torch
 from machine import origin
 from planner_torch import FULL
 from rows_file import flags, load, save
+from tables import markdown
 
 import sn_memory.torch
 from sn_memory import BudgetError, Graph, Plan, arrange, plan_buffers, plan_graph
@@ -173,18 +174,18 @@ def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[di
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows for docs/pool.md; over the packed height in percent."""
-    lines = [
-        "| network, card | budget | live, MiB | packed | default | expandable | first segment "
-        "| placed | nothing recorded | kept: default | kept: expandable |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = (
+        "network, card", "budget", "live, MiB", "packed", "default", "expandable", "first segment",
+        "placed", "nothing recorded", "kept: default", "kept: expandable",
+    )  # fmt: skip
+    lines = []
     for row in rows:
         name = f"{row['network']}, {row['card']}"
         budget = (
             "plain" if row["share"] is None else f"{row['budget'] / MIB:.1f} ({row['share']:.0%})"
         )
         if "live" not in row:
-            lines.append(f"| {name} | {budget} | refused: {row['least'] / MIB:.1f} |" + 8 * "  |")
+            lines.append([name, budget, f"refused: {row['least'] / MIB:.1f}", *[""] * 8])
             continue
         over = [
             f"{100 * (row[allocator] / row['packed'] - 1):+.1f} %" if allocator in row else ""
@@ -203,8 +204,8 @@ def table(rows: list[dict[str, Any]]) -> str:
                 held.append(
                     f"{planned['reserved'] / MIB:.0f}, op time {100 * planned['overhead']:+.1f} %"
                 )
-        lines.append(f"| {' | '.join([name, budget, live, packed, *over, *held])} |")
-    return "\n".join(lines)
+        lines.append([name, budget, live, packed, *over, *held])
+    return markdown(head, lines)
 
 
 def main() -> None:
