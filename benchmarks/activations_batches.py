@@ -15,6 +15,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from _peaks import activation_bytes, make_nets
 from activations_networks import NETS, losses
 from rows_file import flags
 from tables import markdown
+from timing import interleave
 from torch import nn
 
 from sn_memory.run.estimate import largest
@@ -38,6 +40,15 @@ def peak_of(name: str, method: str, x: torch.Tensor) -> tuple[int, nn.Module, Ca
     for _ in range(2):  # what runs again, and then bits, are chosen
         loss().backward()
     return activation_bytes(loss, [*net.parameters()])[1], net, loss
+
+
+def step_seconds(loss: Callable[[], Any], optimizer: torch.optim.Optimizer) -> float:
+    """CPU seconds of a step and its update."""
+    optimizer.zero_grad()
+    start = time.process_time()
+    loss().backward()
+    optimizer.step()
+    return time.process_time() - start
 
 
 def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -60,17 +71,10 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         if row["images"]:
             row["peak_bytes"], net, loss = peak_of(name, method, images[: row["images"]])
-            steps[method] = loss, torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+            steps[method] = partial(step_seconds, loss, optimizer)
         rows.append(row)
-    seconds: dict[str, list[float]] = {method: [] for method in steps}
-    for number in range(1 + rounds):
-        for method, (loss, optimizer) in steps.items():
-            optimizer.zero_grad()
-            start = time.process_time()
-            loss().backward()
-            optimizer.step()
-            if number:  # the first one makes the momentum
-                seconds[method].append(time.process_time() - start)
+    seconds = interleave(steps, rounds, settle=1)  # the first round makes the momentum
     for row in rows:
         if taken := seconds.get(row["method"]):
             row["step_s"] = round(statistics.median(taken), 4)

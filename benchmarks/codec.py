@@ -18,6 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import family
@@ -25,6 +26,7 @@ import numpy as np
 import scipy.fft
 from machine import origin
 from rows_file import flags, save
+from timing import interleave, timed
 
 from sn_compress import FFTCodec, backends
 from sn_compress.codecs.fft import PAPER
@@ -71,20 +73,6 @@ def topk_with_feedback(values: np.ndarray, keep: float, threads: int) -> Callabl
     return step
 
 
-def in_turn(
-    contenders: dict[str, Callable[[], object]], repeat: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds of each, `repeat` times one after the other."""
-    seconds: dict[str, list[float]] = {key: [] for key in contenders}
-    for repetition in range(repeat + 1):
-        for key, run in contenders.items():
-            start = clock()
-            run()
-            if repetition:  # the first one warms up
-                seconds[key].append(clock() - start)
-    return seconds
-
-
 def over(seconds: dict[str, list[float]], top: str, bottom: str) -> float:
     """The median of one's seconds over the other's of the same repetition."""
     return statistics.median(a / b for a, b in zip(seconds[top], seconds[bottom], strict=True))
@@ -114,7 +102,8 @@ def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) 
     }
     if not args.no_torch:
         contenders["topk"] = topk_with_feedback(values, 1 - codec.theta, threads)
-    seconds = in_turn(contenders, args.repeat, time.perf_counter)
+    steps = {key: partial(timed, run, time.perf_counter) for key, run in contenders.items()}
+    seconds = interleave(steps, args.repeat, settle=1)  # the first round warms up
     encode_s, decode_s = (statistics.median(seconds[key]) for key in ("encode", "decode"))
     return {
         "method": name,
@@ -148,17 +137,15 @@ def paper(values: np.ndarray, repeat: int) -> dict[str, Any]:
     padded = np.zeros(length, np.float32)
     padded[:n] = values
     bins, payload = scipy.fft.rfft(padded), codec.encode(values)
-    seconds = in_turn(
-        {
-            "rfft": lambda: scipy.fft.rfft(padded),
-            "encode": lambda: codec.encode(values),
-            "encode_feedback": lambda: codec.encode(values, state=state),
-            "irfft": lambda: scipy.fft.irfft(bins, n=length),
-            "decode": lambda: codec.decode(payload),
-        },
-        repeat,
-        time.process_time,
-    )
+    contenders: dict[str, Callable[[], object]] = {
+        "rfft": lambda: scipy.fft.rfft(padded),
+        "encode": lambda: codec.encode(values),
+        "encode_feedback": lambda: codec.encode(values, state=state),
+        "irfft": lambda: scipy.fft.irfft(bins, n=length),
+        "decode": lambda: codec.decode(payload),
+    }
+    steps = {key: partial(timed, run) for key, run in contenders.items()}
+    seconds = interleave(steps, repeat, settle=1)
     return {
         "method": "paper",
         "device": "cpu",

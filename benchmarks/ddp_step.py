@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import wrapped
 from language import Language, batch, loss_of
 from rows_file import flags, load, replaced, save
+from timing import interleave
 
 from sn_compress.text_table import text_table
 
@@ -50,6 +52,10 @@ class Way:
         self.optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
 
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        """So many steps in a row."""
+        return [self.step() for _ in range(count)]
+
     def step(self) -> tuple[float, float]:
         """CPU and wall milliseconds of a step that all ranks begin together."""
         tokens, following = batch(*self.shape, self.generator)
@@ -69,11 +75,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(SETTLE):
             way.step()
         sent[way.name] = collectives(way.step)
-    taken: dict[str, list[list[tuple[float, float]]]] = {way.name: [] for way in ways}
-    for first in range(job["rounds"]):
-        turn = first % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            taken[way.name].append([way.step() for _ in range(job["steps"])])
+    steps = {way.name: partial(way.steps, job["steps"]) for way in ways}
+    taken = interleave(steps, job["rounds"], rotate=True)
     return {"taken": taken, "sent": sent, "parameters": ways[0].parameters}
 
 

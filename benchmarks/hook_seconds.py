@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from machine import origin
 from resnet50_gradients import FixedGradients
 from rows_file import flags, save
+from timing import interleave, timed
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import LowRankCompression
@@ -39,9 +41,15 @@ def normal_gradients(model: str) -> list[torch.Tensor]:
     return [torch.randn(layer.shape, generator=generator) for layer in layers(model)]
 
 
+def backward_seconds(ddp: DistributedDataParallel) -> float:
+    """CPU seconds of a backward pass, the exchange included."""
+    ddp.zero_grad()
+    return timed(ddp().backward)
+
+
 def seconds(model: str, steps: int) -> dict[str, float]:
     """CPU seconds of a backward pass by method; the median of the steps behind the first four."""
-    trained, taken = {}, {name: [] for name in METHODS}
+    trained = {}
     for name, compression in METHODS.items():
         ddp = DistributedDataParallel(FixedGradients(normal_gradients(model)))
         if compression:
@@ -50,14 +58,9 @@ def seconds(model: str, steps: int) -> dict[str, float]:
             ddp.register_comm_hook(state, compression_hook)
         trained[name] = ddp
     # DDP rearranges its buckets after the first step, and the shared exchange chooses its sizes.
-    for step in range(4 + steps):
-        for name, ddp in trained.items():
-            ddp.zero_grad()
-            loss = ddp()
-            start = time.process_time()
-            loss.backward()
-            if step >= 4:
-                taken[name].append(time.process_time() - start)
+    taken = interleave(
+        {name: partial(backward_seconds, ddp) for name, ddp in trained.items()}, steps, settle=4
+    )
     return {name: statistics.median(values) for name, values in taken.items()}
 
 

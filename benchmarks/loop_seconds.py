@@ -18,11 +18,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from machine import origin
 from rows_file import flags, save
+from timing import interleave, timed
 from torch import nn
 
 import sn_memory.torch
@@ -75,17 +77,16 @@ def step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
     return {"loss": loss.detach(), **gradients}
 
 
-def in_turn(models: list[nn.Module], x: torch.Tensor, steps: int) -> list[float]:
+def medians_in_turn(models: list[nn.Module], x: torch.Tensor, steps: int) -> list[float]:
     """CPU seconds of a training step of each model, the median of steps that take turns."""
-    taken: list[list[float]] = [[] for _ in models]
-    for _ in range(steps):
-        for model, runs in zip(models, taken, strict=True):
-            for parameter in model.parameters():
-                parameter.grad = None
-            began = time.process_time()
-            model(x).backward()
-            runs.append(time.process_time() - began)
-    return [statistics.median(runs) for runs in taken]
+
+    def step(model: nn.Module) -> float:
+        for parameter in model.parameters():
+            parameter.grad = None
+        return timed(lambda: model(x).backward())
+
+    runs = {number: partial(step, model) for number, model in enumerate(models)}
+    return [statistics.median(taken) for taken in interleave(runs, steps).values()]
 
 
 class Arrival:
@@ -135,7 +136,7 @@ def rows_of(
         plans.append(
             sn_memory.torch.plan(model, x, budget, profile=False, time_limit_s=time_limit_s)
         )
-    own, *planned = in_turn([model, *plans], x, steps)
+    own, *planned = medians_in_turn([model, *plans], x, steps)
     rows = []
     for share, plan, took in zip(SHARES, plans, planned, strict=True):
         assert isinstance(plan.sn_memory.latest, Replay)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -27,6 +26,7 @@ import torch
 from machine import origin
 from rows_file import save
 from tables import markdown, put_into
+from timing import interleave, timed
 
 from sn_compress.ops import groups
 from sn_memory.torch.activations import packing
@@ -65,13 +65,9 @@ def calls(dtype: torch.dtype, bits: int, layout: str, mib: int) -> tuple[int, di
 def row(dtype: torch.dtype, bits: int, layout: str, mib: int, rounds: int) -> dict[str, Any]:
     """One row of one pass: GB/s of each call."""
     nbytes, by_name = calls(dtype, bits, layout, mib)
-    best = dict.fromkeys(by_name, math.inf)
-    for number in range(rounds + 1):
-        for name, call in by_name.items():
-            start = time.process_time()
-            call()
-            if number:  # the first touches memory for the first time
-                best[name] = min(best[name], time.process_time() - start)
+    steps = {name: partial(timed, call) for name, call in by_name.items()}
+    taken = interleave(steps, rounds, settle=1)  # the first touches memory for the first time
+    best = {name: min(seconds) for name, seconds in taken.items()}
     about = {"dtype": str(dtype)[6:], "bits": bits, "layout": layout, "mib": mib}
     return about | {f"{name}_gb_s": round(nbytes / took / 1e9, 2) for name, took in best.items()}
 

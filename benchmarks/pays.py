@@ -35,6 +35,7 @@ from resnet50_gradients import FixedGradients
 from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
 from tables import markdown, put_into
+from timing import interleave
 from torch import nn
 
 from sn_compress.prediction.cost import INSIDE, Layer, Link, Route, Step, layers, step
@@ -152,15 +153,15 @@ class Way:
 
     def __init__(self, name: str, job: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        self.job, self.seconds = job, list[float]()
+        self.job = job
         own = job["model"] == "transformer"
         self.net: nn.Module = Language() if own else FixedGradients(normal_gradients(job["model"]))
         self.ddp = self.net if name == "alone" else wrapped(name, self.net, dense=DENSE)[0]
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
         self.generator = torch.Generator().manual_seed(torch.distributed.get_rank())
 
-    def step(self) -> None:
-        """One step, which all ranks begin together."""
+    def step(self) -> float:
+        """Seconds of a step that all ranks begin together."""
         torch.distributed.barrier()
         start = time.perf_counter()
         self.optimizer.zero_grad()
@@ -171,25 +172,21 @@ class Way:
             loss = loss_of(self.ddp, *batch(2, 16, self.generator))
         loss.backward()
         self.optimizer.step()
-        self.seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: rates of the codec, then all ways in turns."""
     rates = measure_rates(Settings(), clock=time.process_time)
-    names = ["alone", *WAYS]
-    ways = [Way(name, job) for name in names]
-    for number in range(SETTLE + job["steps"]):
-        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-            way.step()
-    taken = {name: way.seconds for name, way in zip(names, ways, strict=True)}
+    steps = {name: Way(name, job).step for name in ["alone", *WAYS]}
+    taken = interleave(steps, job["steps"], settle=SETTLE, rotate=True)
     return {"rates": vars(rates), "taken": taken}
 
 
 def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each way: measured seconds of the slower rank, and predict's."""
     step_s = {
-        name: statistics.median(map(max, *(rank["taken"][name][SETTLE:] for rank in by_rank)))
+        name: statistics.median(map(max, *(rank["taken"][name] for rank in by_rank)))
         for name in ["alone", *WAYS]
     }
     rates = {

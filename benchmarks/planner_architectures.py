@@ -33,6 +33,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ from architectures_more import MORE
 from machine import origin
 from rows_file import flags, load, save
 from tables import markdown, put_into
+from timing import interleave
 from torch._subclasses.fake_tensor import FakeTensor
 from trials import fresh
 
@@ -128,19 +130,19 @@ def step_seconds(
     models: list[torch.nn.Module], sample: Sample, steps: int, around: Around
 ) -> list[float]:
     """CPU seconds of a training step of each model, the median of steps that take turns."""
-    taken: list[list[float]] = [[] for _ in models]
+
+    def step(model: torch.nn.Module) -> float:
+        model.zero_grad(set_to_none=True)
+        seed(2)
+        began = time.process_time()
+        with around():
+            loss = loss_of(model(**sample))
+        loss.backward()
+        return time.process_time() - began
+
     # The first steps make what later ones have: buffers, functions, states of kernels.
-    for step in range(2 + steps):
-        for model, runs in zip(models, taken, strict=True):
-            model.zero_grad(set_to_none=True)
-            seed(2)
-            began = time.process_time()
-            with around():
-                loss = loss_of(model(**sample))
-            loss.backward()
-            if step >= 2:
-                runs.append(time.process_time() - began)
-    return [statistics.median(runs) for runs in taken]
+    runs = {number: partial(step, model) for number, model in enumerate(models)}
+    return [statistics.median(taken) for taken in interleave(runs, steps, settle=2).values()]
 
 
 def fake_tensors(model: torch.nn.Module, results: Iterable[Any]) -> int:

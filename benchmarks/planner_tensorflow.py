@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,6 +35,7 @@ import keras
 import tensorflow as tf
 from machine import origin
 from rows_file import flags, load, save
+from timing import interleave
 from trials import restart_high_water
 
 import sn_memory.tensorflow
@@ -107,13 +109,17 @@ def seconds_of(runs: list[Any], x: Any, rounds: int = 7) -> list[tuple[float, fl
 
     The steps take turns, so that a busy machine is busy for all.
     """
-    by_run: list[list[tuple[float, float]]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for mine, run in zip(by_run, runs, strict=True):
-            began, worked = time.perf_counter(), time.process_time()
-            float(run(x))
-            mine.append((time.process_time() - worked, time.perf_counter() - began))
-    return [(median(step[0] for step in mine), median(step[1] for step in mine)) for mine in by_run]
+
+    def seconds(run: Any) -> tuple[float, float]:
+        began, worked = time.perf_counter(), time.process_time()
+        float(run(x))
+        return time.process_time() - worked, time.perf_counter() - began
+
+    taken = interleave({number: partial(seconds, run) for number, run in enumerate(runs)}, rounds)
+    return [
+        (median(cpu for cpu, _ in steps), median(wall for _, wall in steps))
+        for steps in taken.values()
+    ]
 
 
 def resident_of(arguments: list[str], plan: Plan | None) -> int:

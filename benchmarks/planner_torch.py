@@ -21,12 +21,14 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from machine import origin
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
 from rows_file import flags, load, save
+from timing import interleave
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sn_memory.torch
@@ -52,7 +54,7 @@ class CallSeconds(TorchDispatchMode):
         return result
 
 
-def in_turn(
+def op_seconds(
     forwards: list[Callable[..., Any]], model: torch.nn.Module, sample: torch.Tensor, times: int
 ) -> list[float]:
     """Op seconds of a training step by each of several forward passes, run in turn.
@@ -60,16 +62,18 @@ def in_turn(
     The sum of a step is that of the medians of its calls, so that what else the machine does, and
     what Python does between calls, hardly counts. With one thread, its CPU seconds are taken.
     """
-    steps: list[list[list[float]]] = [[] for _ in forwards]
-    for _ in range(times):
-        for forward, runs in zip(forwards, steps, strict=True):
-            torch.manual_seed(0)
-            with restore_step(model, sample):
-                noted = CallSeconds()
-                with noted:
-                    run_step(forward, model, ((sample,), {}), count=False)
-            runs.append(noted.calls)
-    return [sum(statistics.median(call) for call in zip(*runs, strict=True)) for runs in steps]
+
+    def calls(forward: Callable[..., Any]) -> list[float]:
+        torch.manual_seed(0)
+        with restore_step(model, sample), CallSeconds() as noted:
+            run_step(forward, model, ((sample,), {}), count=False)
+        return noted.calls
+
+    steps = {number: partial(calls, forward) for number, forward in enumerate(forwards)}
+    return [
+        sum(statistics.median(call) for call in zip(*runs, strict=True))
+        for runs in interleave(steps, times).values()
+    ]
 
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
@@ -229,7 +233,7 @@ class Bench:
             "equal": equal,
         }
         if timed:
-            ops = in_turn([self.model, planned], self.model, self.sample, OP_TIMES)
+            ops = op_seconds([self.model, planned], self.model, self.sample, OP_TIMES)
             columns |= {"baseline_op_s": ops[0], "op_s": ops[1]}
             print(f"    op seconds {ops[0]:.3f} -> {ops[1]:.3f}, {ops[1] / ops[0] - 1:+.1%}")
         return columns

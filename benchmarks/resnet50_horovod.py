@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import ROOT
 from resnet50_gradients import DENSE, OURS, RATIO, SETTLE, FixedGradients, gradients_of, in_layout
+from timing import interleave
 
 KINDS = {"allreduce": "allreduce", "allgather": "allgather"}
 
@@ -87,6 +89,10 @@ class Way:
             compression=compression,
         )
 
+    def steps(self, count: int) -> list[float]:
+        """So many steps in a row."""
+        return [self.step() for _ in range(count)]
+
     def step(self) -> float:
         """CPU seconds of a backward pass, and of all exchanges, that all ranks begin together."""
         self.optimizer.zero_grad()
@@ -120,11 +126,8 @@ def main() -> None:
         way.step()
         sent.on = False
         facts[way.name] = {"sent": list(sent.calls), "buckets": None, "ops_a_bucket": None}
-    taken: dict[str, list[list[float]]] = {way.name: [] for way in ways}
-    for first in range(job["rounds"]):
-        turn = first % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            taken[way.name].append([way.step() for _ in range(job["steps"])])
+    steps = {way.name: partial(way.steps, job["steps"]) for way in ways}
+    taken = interleave(steps, job["rounds"], rotate=True)
     result = {
         "taken": taken,
         "facts": facts,

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,7 @@ from resnet50_gradients import (
 )
 from resnet50_horovod import run_horovod
 from rows_file import flags, load, replaced, save
+from timing import interleave
 
 from sn_compress.text_table import text_table
 
@@ -73,6 +75,10 @@ class Way:
     def __init__(self, name: str, gradients: list[torch.Tensor]) -> None:
         self.name, self.count = name, OpCount()
         self.ddp, _ = wrapped(name, FixedGradients(gradients), dense=DENSE, count=self.count)
+
+    def steps(self, count: int) -> list[float]:
+        """So many steps in a row."""
+        return [self.step() for _ in range(count)]
 
     def step(self) -> float:
         """CPU seconds of a backward pass that all ranks begin together."""
@@ -106,11 +112,8 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(SETTLE):
             way.step()
         facts[way.name] = way.facts()
-    taken: dict[str, list[list[float]]] = {way.name: [] for way in ways}
-    for first in range(job["rounds"]):
-        turn = first % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            taken[way.name].append([way.step() for _ in range(job["steps"])])
+    steps = {way.name: partial(way.steps, job["steps"]) for way in ways}
+    taken = interleave(steps, job["rounds"], rotate=True)
     return {
         "taken": taken,
         "facts": facts,
