@@ -177,7 +177,7 @@ class TensorFlow:
         return Pair(plain, tuned, lambda: memory_of(auto).tuner, method)
 
 
-FRAMEWORKS = {"torch": Torch, "tensorflow": TensorFlow}
+FRAMEWORKS: dict[str, Any] = {"torch": Torch, "tensorflow": TensorFlow}
 
 
 def paired(
