@@ -45,9 +45,9 @@ def last_row(ended: subprocess.CompletedProcess[str]) -> Any:
     return json.loads(ended.stdout.splitlines()[-1])
 
 
-def starved(said: str) -> bool:
-    """Whether what was said says that memory ran out."""
-    return any(message in said for message in STARVED)
+def starved(text: str) -> bool:
+    """Whether a text says that memory ran out."""
+    return any(message in text for message in STARVED)
 
 
 def restart_high_water() -> None:
