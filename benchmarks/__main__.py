@@ -33,20 +33,20 @@ MODULE = "-m benchmarks"
 
 def benchmarks() -> dict[str, str]:
     """Return what each benchmark measures, by name."""
-    found = {}
+    purposes = {}
     for path in sorted(HERE.glob("*.py")):
-        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        if f"{MODULE} {path.stem}" in said:
-            found[path.stem] = said.partition("\n")[0]
-    return found
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        if f"{MODULE} {path.stem}" in docstring:
+            purposes[path.stem] = docstring.partition("\n")[0]
+    return purposes
 
 
-def show(found: dict[str, str]) -> None:
+def show(purposes: dict[str, str]) -> None:
     """Print a paragraph for each: what it measures, seconds, results, pages."""
     rows = results.load()["results"]
     texts = results.page_texts().items()
     commands = {page: re.findall(r"-m\s+benchmarks\s+(\w+)", text) for page, text in texts}
-    for name, what in found.items():
+    for name, what in purposes.items():
         own = {result: row for result, row in rows.items()
                if f"{MODULE} {name} " in f"{row['command']} "}  # fmt: skip
         took = [f"{row['took_s']} s" for row in own.values() if "took_s" in row]
@@ -65,7 +65,7 @@ def show_stale(manifest: dict[str, dict[str, results.Row]]) -> None:
 def run(name: str, arguments: list[str]) -> object:
     """Run a benchmark, record what it measured whole, and return how it ended."""
     paths = {result: results.RESULTS / result for result in results.results()}
-    before = {it: (path.stat().st_mtime_ns, path.read_text()) for it, path in paths.items()}
+    before = {result: (path.stat().st_mtime_ns, path.read_text()) for result, path in paths.items()}
     sys.argv = [str(HERE / f"{name}.py"), *arguments]
     began = time.monotonic()
     try:
@@ -83,9 +83,9 @@ def run(name: str, arguments: list[str]) -> object:
 
 def main(argv: list[str]) -> object:
     """List, run, or keep the manifest."""
-    found = benchmarks()
+    purposes = benchmarks()
     if argv and not argv[0].startswith("-"):
-        if argv[0] not in found:
+        if argv[0] not in purposes:
             raise SystemExit(f"no benchmark {argv[0]}; python -m benchmarks --list has all")
         return run(argv[0], argv[1:])
     parser = argparse.ArgumentParser(
@@ -102,10 +102,10 @@ def main(argv: list[str]) -> object:
     manifest = results.load()
     rows = manifest["results"]
     asked = args.record or (args.accept or [])[:1]
-    if unknown := [it for it in asked if it not in rows]:
+    if unknown := [result for result in asked if result not in rows]:
         raise SystemExit(f"{unknown[0]} has no row in {results.MANIFEST.name}; give it one")
     if args.list:
-        show(found)
+        show(purposes)
     elif args.stale:
         show_stale(manifest)
     for result in args.record or ():

@@ -88,16 +88,6 @@ def source(rows):
     )
 
 
-def put_into(page, text):
-    """Replace what stands between the two markers of a page."""
-    start, end = "<!-- accuracy:start -->", "<!-- accuracy:end -->"
-    before, has_start, rest = page.read_text(encoding="utf-8").partition(start)
-    _, has_end, after = rest.partition(end)
-    if not (has_start and has_end):
-        raise SystemExit(f"{page} lacks {start} or {end}; put both where the table belongs")
-    page.write_text(f"{before}{start}\n{text}\n{end}{after}", encoding="utf-8")
-
-
 def picture(rows, curves, path):
     """Draw test accuracy over epochs, with its range over seeds, and bytes per step."""
     figure, (accuracy, sizes) = _plots.new_figure()

@@ -9,8 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, path_of, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,13 +34,12 @@ def make_rows(
     others : nets that run only if `--nets` names them, with their levels
     """
     others = others or {}
-    parser = argparse.ArgumentParser(description=purpose)
-    parser.add_argument("--json", type=Path)
+    parser = flags(purpose)
     parser.add_argument("--quick", action="store_true", help="one net, few steps")
     parser.add_argument("--nets", nargs="+", choices=[*nets, *others], help="these, or all small")
     args = parser.parse_args()
-    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
-    about = {"commit": commit(), "machine": machine()}
+    path = path_of(args, ROOT / "benchmarks/results" / file)
+    about = origin()
     chosen = args.nets or ([quick] if args.quick else list(nets))
     rows = [
         row_of(name, level, 2 if args.quick else 10) | about
@@ -62,22 +61,21 @@ def make_nets(
 ) -> None:
     """Read the command line, make the rows of each net together, save them, print the table.
 
-    parser : with what else may be asked for
+    parser : with --json, and what else may be asked for
     file : name of the rows' file
     nets, methods : all, in the order of the rows; --quick takes the first net
     rows_of : of a net, and what was asked for
     chosen : nets that run if none is named; all
     """
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--quick", action="store_true", help="the first net, one short round")
     parser.add_argument("--nets", nargs="+", choices=[*nets], default=[*(chosen or nets)])
     args = parser.parse_args()
-    path = args.json or ROOT / "benchmarks" / ("out" if args.quick else "results") / file
-    about = {"commit": commit(), "machine": machine()}
+    path = path_of(args, ROOT / "benchmarks/results" / file)
+    about = origin()
     order = {(net, method): at for at, (net, method) in enumerate(product(nets, methods))}
     for net in [*nets][:1] if args.quick else args.nets:
-        made = [row | about for row in rows_of(net, args)]
-        rows = [row for row in load(path) if row["net"] != net] + made
+        new_rows = [row | about for row in rows_of(net, args)]
+        rows = [row for row in load(path) if row["net"] != net] + new_rows
         rows.sort(key=lambda row: order[row["net"], row["method"]])
         save(path, rows)
     print(f"{table(rows)}\n\nrows: {path}")
@@ -97,9 +95,9 @@ def activation_bytes(loss: Callable[[], Any], weights: Sequence[Any]) -> tuple[i
     gc.disable()  # what was there before and goes meanwhile would count as given back
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-            found = loss()
+            value = loss()
             with record_function("our backward pass"):
-                found.backward()
+                value.backward()
     finally:
         gc.enable()
     tree: list[Any] = watched.profiler.kineto_results.experimental_event_tree()
@@ -112,16 +110,16 @@ def activation_bytes(loss: Callable[[], Any], weights: Sequence[Any]) -> tuple[i
         elif event.name == "our backward pass":
             turn_ns = event.start_time_ns
     events.sort(key=lambda event: event[0])
-    last = {it.ptr: at for at, (_, it) in enumerate(events) if it.alloc_size > 0}
+    last = {fields.ptr: at for at, (_, fields) in enumerate(events) if fields.alloc_size > 0}
     gradients = {last[weight.grad.data_ptr()] for weight in weights if weight.grad is not None}
     sizes: dict[int, int] = {}
     now = most = held = 0
-    for at, (time_ns, it) in enumerate(events):
-        if it.alloc_size > 0 and at not in gradients:
-            sizes[it.ptr] = it.alloc_size
-            now += it.alloc_size
-        elif it.alloc_size < 0:  # of what was there before, nothing is known
-            now -= sizes.pop(it.ptr, 0)
+    for at, (time_ns, fields) in enumerate(events):
+        if fields.alloc_size > 0 and at not in gradients:
+            sizes[fields.ptr] = fields.alloc_size
+            now += fields.alloc_size
+        elif fields.alloc_size < 0:  # of what was there before, nothing is known
+            now -= sizes.pop(fields.ptr, 0)
         most = max(most, now)
         held = now if time_ns < turn_ns else held
     return held, most

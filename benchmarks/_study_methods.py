@@ -104,11 +104,11 @@ def _gather(
     make: Callable[..., Codec], shapes: Shapes, ranks: int, *, seeds: bool = False, **options: Any
 ) -> Exchanges:
     """One Gather per tensor; `make(shape)` gives a codec, with a seed per rank if it takes one."""
-    found: Exchanges = {}
+    exchanges: Exchanges = {}
     for index, (name, shape) in enumerate(shapes.items()):
-        each = [{"seed": 1000 * index + r} if seeds else {} for r in range(ranks)]
-        found[name] = Gather([make(shape, **s) for s in each], **options)
-    return found
+        rank_options = [{"seed": 1000 * index + r} if seeds else {} for r in range(ranks)]
+        exchanges[name] = Gather([make(shape, **s) for s in rank_options], **options)
+    return exchanges
 
 
 def _fit(

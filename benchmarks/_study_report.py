@@ -7,7 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from tables import between_markers, markdown
+from pictures import pyplot
+from tables import markdown
 
 Row = dict[str, Any]
 Panel = tuple[str, str, int]
@@ -71,7 +72,7 @@ def label(method: str) -> str:
 def panels(rows: list[Row]) -> dict[Panel, list[Row]]:
     """Rows by net, optimizer and ranks, in that order, where there is more than plain."""
     numbers = sorted({row.get("ranks", RANKS) for row in rows})
-    found = {
+    by_panel = {
         (*title, ranks): [
             row
             for row in rows
@@ -80,15 +81,15 @@ def panels(rows: list[Row]) -> dict[Panel, list[Row]]:
         for title in TITLES
         for ranks in numbers
     }
-    return {p: group for p, group in found.items() if {r["method"] for r in group} - {"plain"}}
+    return {p: group for p, group in by_panel.items() if {r["method"] for r in group} - {"plain"}}
 
 
 def groups(rows: list[Row]) -> list[list[Row]]:
     """Rows of one panel by method and ratio, least compressed first."""
-    found = defaultdict(list)
+    by_setting = defaultdict(list)
     for row in sorted(rows, key=lambda r: r["seed"]):
-        found[row["method"], row["ratio_asked"]].append(row)
-    return sorted(found.values(), key=lambda group: (_ratio(group), group[0]["method"]))
+        by_setting[row["method"], row["ratio_asked"]].append(row)
+    return sorted(by_setting.values(), key=lambda group: (_ratio(group), group[0]["method"]))
 
 
 def _ratio(group: list[Row]) -> float:
@@ -143,23 +144,23 @@ def compared(rows: list[Row], earlier: list[Row]) -> str:
     cell = ("net", "optimizer", "method", "ratio_asked", "steps", "ranks")
     old: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
     new: dict[tuple[Any, ...], dict[int, float]] = defaultdict(dict)
-    for found, some in ((old, earlier), (new, rows)):
+    for accuracies, some in ((old, earlier), (new, rows)):
         for row in some:
-            told = {"ranks": RANKS} | row
-            found[tuple(told[name] for name in cell)][row["seed"]] = row["accuracy"]
+            values = {"ranks": RANKS} | row
+            accuracies[tuple(values[name] for name in cell)][row["seed"]] = row["accuracy"]
     lines = ["net optimizer method ratio steps ranks: earlier, now, difference by seed"]
     for key, by_seed in new.items():
         seeds = sorted(set(by_seed) & set(old[key]))
-        told = " ".join(str(part) for part in key if part is not None)
+        label = " ".join(str(part) for part in key if part is not None)
         if not seeds:
-            lines.append(f"{told}: no earlier run of these seeds")
+            lines.append(f"{label}: no earlier run of these seeds")
             continue
         before, now = ([some[seed] for seed in seeds] for some in (old[key], by_seed))
         differences = [b - a for a, b in zip(before, now, strict=True)]
         spread = statistics.stdev(old[key].values()) if len(old[key]) > 1 else 0.0
         verdict = "no worse" if statistics.fmean(differences) >= -spread else "WORSE"
         lines.append(
-            f"{told}: {_mean(before)}, {_mean(now)}, "
+            f"{label}: {_mean(before)}, {_mean(now)}, "
             f"{' '.join(f'{value:+.2f}' for value in differences)}: {verdict}"
         )
     return "\n".join(lines)
@@ -187,24 +188,20 @@ def text(rows: list[Row], flags: str = "") -> str:
     return "\n\n".join([*parts, source(rows, flags)])
 
 
-def put_into(page: Path, name: str, new: str) -> None:
-    """Replace what stands between the two markers of that name in a page."""
-    try:
-        made = between_markers(page.read_text(encoding="utf-8"), name, new)
-    except ValueError as error:
-        raise SystemExit(f"{page}: {error}") from None
-    page.write_text(made, encoding="utf-8")
-
-
 def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:
     """One panel; returns what the legend shows, by method."""
     points = defaultdict(list)
     for group in groups(rows):
         method = group[0]["method"]
         shown = method != "plain" and "," not in method  # of variants tells the table
-        if shown and (found := gaps(group, rows)):
+        if shown and (accuracy_gaps := gaps(group, rows)):
             points[method.split()[0] if "powersgd" in method else method].append(
-                (_ratio(group), statistics.fmean(found), min(found), max(found))
+                (
+                    _ratio(group),
+                    statistics.fmean(accuracy_gaps),
+                    min(accuracy_gaps),
+                    max(accuracy_gaps),
+                )
             )
     handles = {}
     for method in sorted(points, key=list(LOOKS).index, reverse=True):
@@ -231,12 +228,7 @@ def _draw(ax: Any, rows: list[Row]) -> dict[str, Any]:
 
 def picture(rows: list[Row], path: Path) -> None:
     """Difference to plain against the ratio, a line per method with the range over seeds."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(11)
     by_panel = panels(rows)
     figure, axes = plt.subplots(
         1, len(by_panel), figsize=(5 * len(by_panel) + 2, 5), squeeze=False, sharey=True,

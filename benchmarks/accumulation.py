@@ -12,17 +12,15 @@ on one thread.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_torch import QUICK
+from rows_file import flags, save
 from torch import nn
 
 from sn_memory import BudgetError, plan_graph
@@ -35,7 +33,7 @@ MICRO_BATCHES = 4
 
 def wide() -> nn.Module:
     """Six layers whose weights are all there is to them."""
-    return nn.Sequential(*(it for _ in range(6) for it in (nn.Linear(512, 512), nn.GELU())))
+    return nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(512, 512), nn.GELU())))
 
 
 NETS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = {
@@ -56,8 +54,8 @@ def gpt2() -> nn.Module:
             self.model = GPT2LMHeadModel(GPT2Config(**sizes, **other))
 
         def forward(self, numbers: torch.Tensor) -> torch.Tensor:
-            made: torch.Tensor = self.model(input_ids=numbers).logits
-            return made
+            logits: torch.Tensor = self.model(input_ids=numbers).logits
+            return logits
 
     return Logits()
 
@@ -69,12 +67,12 @@ def micro_batches(
     model: nn.Module, samples: list[torch.Tensor], known: list[torch.Tensor]
 ) -> tuple[list[int], list[torch.Tensor]]:
     """The peak of each micro-batch, and the sums of gradients."""
-    found = []
+    peaks = []
     torch.manual_seed(1)
     for parameter in model.parameters():
         parameter.grad = None
     for sample in samples:
-        held = [it.grad for it in model.parameters() if it.grad is not None]
+        held = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         tracker = StorageTracker(
             [*model.parameters(), *model.buffers(), sample, *known, *held], allocator="none"
         )
@@ -85,8 +83,10 @@ def micro_batches(
         with tracker:
             out.backward(output_gradient)
         del out, output_gradient, held
-        found.append(tracker.peak_bytes)
-    return found, [it.grad.clone() for it in model.parameters() if it.grad is not None]
+        peaks.append(tracker.peak_bytes)
+    return peaks, [
+        parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None
+    ]
 
 
 def seconds(model: nn.Module, sample: torch.Tensor) -> float:
@@ -105,9 +105,9 @@ def rows(name: str) -> list[dict[str, Any]]:
     model, samples = make(), [sample_of() for _ in range(MICRO_BATCHES)]
     own = copy.deepcopy(model)
     peaks, expected = micro_batches(own, samples, [])
-    gradients = sum(it.nbytes for it in model.parameters())
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
     row = {"network": name, "way": "plain", "gradients": gradients, "predicted": None}
-    found: list[dict[str, Any]] = [
+    measured: list[dict[str, Any]] = [
         {**row, "first": peaks[0], "later": max(peaks[1:]), "seconds": seconds(own, samples[0])}
     ]
     for way, budget in budgets(model, samples[0]).items():
@@ -118,15 +118,15 @@ def rows(name: str) -> list[dict[str, Any]]:
         (first,) = record.steps.values()
         # Where there is room for gradients beside its plan, it has no other.
         later = record.inputs.later.get(first, first)
-        beside = gradients if later is first else 0
+        first_gradients = gradients if later is first else 0
         peaks, sums = micro_batches(planned, samples, [*first.known, *later.known])
-        found.append(
+        measured.append(
             {
                 **row,
                 "way": way,
                 "budget": later.plan.budget_bytes,
                 "predicted first": first.plan.peak_bytes,
-                "predicted": later.plan.peak_bytes + beside,
+                "predicted": later.plan.peak_bytes + first_gradients,
                 "first": peaks[0],
                 "later": max(peaks[1:]),
                 "equal": all(map(torch.equal, sums, expected)),
@@ -134,7 +134,7 @@ def rows(name: str) -> list[dict[str, Any]]:
                 "seconds": seconds(planned, samples[0]),
             }
         )
-    return found
+    return measured
 
 
 def budgets(model: nn.Module, sample: torch.Tensor) -> dict[str, int]:
@@ -150,23 +150,20 @@ def budgets(model: nn.Module, sample: torch.Tensor) -> dict[str, int]:
 
 def main() -> None:
     """Print the table, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=NETS, default=list(NETS))
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     table = [row for name in args.models for row in rows(name)]
     for row in table:
-        told = [row["gradients"], row.get("budget"), row.get("predicted first"), row["first"]]
-        told += [row["predicted"], row["later"]]
-        cells = ["" if it is None else f"{it / 1024:,.0f}" for it in told]
+        sizes = [row["gradients"], row.get("budget"), row.get("predicted first"), row["first"]]
+        sizes += [row["predicted"], row["later"]]
+        cells = ["" if size is None else f"{size / 1024:,.0f}" for size in sizes]
         sums = {True: "equal", False: "differ", None: ""}[row.get("equal")]
         cells = [row["network"], row["way"], *cells, sums, f"{row['seconds'] * 1000:.1f}"]
         print("| " + " | ".join(cells) + " |")
-    if args.json:
-        found = {"commit": commit(), "machine": machine(), "rows": table}
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+    save(args.json, origin() | {"rows": table})
 
 
 if __name__ == "__main__":

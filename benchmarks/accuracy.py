@@ -8,15 +8,15 @@ and not done again, so the study may be stopped and started at will. The whole s
 its table into docs/accuracy.md, and its picture to docs/accuracy.png.
 """
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from pathlib import Path
 
 import _accuracy_report as report
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, interruptible, load, path_of, save
+from tables import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -47,40 +47,25 @@ def train_once(method, theta, block, seed, epochs, images, data):
         "ratio": round(seen["dense_bytes"] / seen["payload_bytes"], 2),
         "payload_bytes": seen["payload_bytes"],
         "relative_error": round(seen.get("relative_error", 0.0), 4),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
     pairs = enumerate(zip(losses, seen["accuracy"], strict=True), start=1)
     key |= {"epochs": epochs, "images": images}
     return row, [key | {"epoch": e, "loss": round(v, 4), "accuracy": a} for e, (v, a) in pairs]
 
 
-def load(path):
-    """Return the rows of a JSON file, none if it is not there."""
-    return json.loads(path.read_text()) if path.exists() else []
-
-
-def save(path, rows):
-    """Write rows, one a line; the file is replaced whole, so a stop leaves the old or the new."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
-    part.replace(path)
-
-
 def main():
     """Do the runs that are missing, then write what they say."""
-    flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--json", type=Path, help="rows go there and are continued there")
-    flags.add_argument("--quick", action="store_true", help="one seed and epoch, few images")
-    flags.add_argument("--epochs", type=int, default=12)
-    flags.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    flags.add_argument("--images", type=int, default=60000, help="training images; all: 60000")
-    flags.add_argument("--data", help="folder of Fashion-MNIST's four .gz files")
-    args = flags.parse_args()
+    parser = flags(__doc__)
+    parser.add_argument("--quick", action="store_true", help="one seed and epoch, few images")
+    parser.add_argument("--epochs", type=int, default=12)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--images", type=int, default=60000, help="training images; all: 60000")
+    parser.add_argument("--data", help="folder of Fashion-MNIST's four .gz files")
+    args = parser.parse_args()
     if args.quick:
         args.epochs, args.seeds, args.images = 1, [0], 6400
-    path = args.json or (ROOT / "benchmarks/out/accuracy.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     curve_path = path.with_suffix(".curves.json")
 
     # Quick runs are about the code of today; the long study is worth continuing.
@@ -107,11 +92,9 @@ def main():
     print(f"\n{text}\n\nrows: {path}")
     if path == RESULTS:
         report.picture(rows, curves, ROOT / "docs/accuracy.png")
-        report.put_into(ROOT / "docs/accuracy.md", f"![{report.CAPTION}](accuracy.png)\n\n{text}")
+        text = f"![{report.CAPTION}](accuracy.png)\n\n{text}"
+        put_into(ROOT / "docs/accuracy.md", "accuracy", text)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

@@ -19,7 +19,6 @@ is saved at once and not done again.
 
 from __future__ import annotations
 
-import argparse
 import math
 import time
 from collections.abc import Callable
@@ -30,9 +29,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
 from nets import NETS, fashion_mnist
+from rows_file import flags, interruptible, load, missing, path_of, save
 from tables import markdown
 from torch import nn
 from torch.nn.functional import avg_pool2d, cross_entropy, relu
@@ -305,39 +304,32 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--nets", nargs="+", default=list(STEPS), choices=list(STEPS))
     parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="other than a net's own")
     args = parser.parse_args()
-    path = args.json or (ROOT / "benchmarks/out/activations.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     runs = plan(
         args.seeds[:1] if args.quick else args.seeds, args.nets, 12 if args.quick else args.steps
     )
     runs = [run for run in runs if not args.only or run.method in args.only]
     rows = [] if args.quick else load(path)
     fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in rows}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
     data = {part: fashion_mnist(part) for part in ("train", "t10k")}
     if args.quick:
         data["t10k"] = tuple(part[:500] for part in data["t10k"])
-    about = {"commit": commit(), "machine": machine()}
-    for run in missing:
+    about = origin()
+    for run in missing(runs, rows):
         start = time.perf_counter()
         rows.append(train(run, data) | about)
         save(path, rows)
-        told = [str(rows[-1][field]) for field in (*fields, "ratio", "accuracy", "train_loss")]
-        print(" ".join(told), f"({time.perf_counter() - start:.0f} s)", flush=True)
+        cells = [str(rows[-1][field]) for field in (*fields, "ratio", "accuracy", "train_loss")]
+        print(" ".join(cells), f"({time.perf_counter() - start:.0f} s)", flush=True)
     print(f"\n{table(rows)}\n\nrows: {path}")
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

@@ -15,12 +15,15 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from _peaks import activation_bytes, make_nets
 from activations_networks import NETS, losses
+from rows_file import flags
 from tables import markdown
+from timing import interleave
 from torch import nn
 
 from sn_memory.run.estimate import largest
@@ -37,6 +40,15 @@ def peak_of(name: str, method: str, x: torch.Tensor) -> tuple[int, nn.Module, Ca
     for _ in range(2):  # what runs again, and then bits, are chosen
         loss().backward()
     return activation_bytes(loss, [*net.parameters()])[1], net, loss
+
+
+def step_seconds(loss: Callable[[], Any], optimizer: torch.optim.Optimizer) -> float:
+    """CPU seconds of a step and its update."""
+    optimizer.zero_grad()
+    start = time.process_time()
+    loss().backward()
+    optimizer.step()
+    return time.process_time() - start
 
 
 def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -59,17 +71,10 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
         }
         if row["images"]:
             row["peak_bytes"], net, loss = peak_of(name, method, images[: row["images"]])
-            steps[method] = loss, torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+            steps[method] = partial(step_seconds, loss, optimizer)
         rows.append(row)
-    seconds: dict[str, list[float]] = {method: [] for method in steps}
-    for number in range(1 + rounds):
-        for method, (loss, optimizer) in steps.items():
-            optimizer.zero_grad()
-            start = time.process_time()
-            loss().backward()
-            optimizer.step()
-            if number:  # the first one makes the momentum
-                seconds[method].append(time.process_time() - start)
+    seconds = interleave(steps, rounds, settle=1)  # the first round makes the momentum
     for row in rows:
         if taken := seconds.get(row["method"]):
             row["step_s"] = round(statistics.median(taken), 4)
@@ -108,7 +113,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--images", type=int, default=2, help="of the plain step that is the limit")
     chosen = ["AlexNet", "ResNet-50"]
     make_nets(parser, "activations_batches.json", NETS, METHODS, rows_of, table, chosen)

@@ -155,12 +155,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         head,
         (
             [
-                it["net"],
-                f"{it['bits']} bits" if it["bits"] != "eighth" else "bits of an eighth",
-                f"{it['ratio']:.1f}",
-                *cells(it),
+                row["net"],
+                f"{row['bits']} bits" if row["bits"] != "eighth" else "bits of an eighth",
+                f"{row['ratio']:.1f}",
+                *cells(row),
             ]
-            for it in rows
+            for row in rows
         ),
     )
 

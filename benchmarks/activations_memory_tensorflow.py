@@ -39,27 +39,27 @@ def cnn() -> Net:
 
 def deep_cnn() -> Net:
     """Six convolutions with ReLU, a pooling layer after each two."""
-    made: list[Any] = [keras.Input(IMAGES[1:])]
+    stack: list[Any] = [keras.Input(IMAGES[1:])]
     for width in (16, 32, 64):
-        made += [layers.Conv2D(width, 3, padding="same", activation="relu") for _ in range(2)]
-        made.append(layers.MaxPooling2D())
-    made += [layers.Flatten(), layers.Dense(128, activation="relu"), layers.Dense(10)]
-    return keras.Sequential(made), IMAGES
+        stack += [layers.Conv2D(width, 3, padding="same", activation="relu") for _ in range(2)]
+        stack.append(layers.MaxPooling2D())
+    stack += [layers.Flatten(), layers.Dense(128, activation="relu"), layers.Dense(10)]
+    return keras.Sequential(stack), IMAGES
 
 
 def normalized_cnn() -> Net:
     """Six convolutions with batch norm, which is not compressed, and ReLU."""
-    made: list[Any] = [keras.Input(IMAGES[1:])]
+    stack: list[Any] = [keras.Input(IMAGES[1:])]
     for width, stride in ((16, 1), (16, 1), (32, 2), (32, 1), (64, 2), (64, 1)):
-        made.append(layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
-        made += [layers.BatchNormalization(), layers.ReLU()]
-    return keras.Sequential([*made, layers.GlobalAveragePooling2D(), layers.Dense(10)]), IMAGES
+        stack.append(layers.Conv2D(width, 3, strides=stride, padding="same", use_bias=False))
+        stack += [layers.BatchNormalization(), layers.ReLU()]
+    return keras.Sequential([*stack, layers.GlobalAveragePooling2D(), layers.Dense(10)]), IMAGES
 
 
 def dense() -> Net:
     """Ten dense layers of 256 with ReLU."""
-    made = [layers.Dense(256, activation="relu") for _ in range(10)]
-    return keras.Sequential([keras.Input((256,)), *made]), (2048, 256)
+    hidden = [layers.Dense(256, activation="relu") for _ in range(10)]
+    return keras.Sequential([keras.Input((256,)), *hidden]), (2048, 256)
 
 
 def residual() -> Net:
@@ -73,14 +73,14 @@ def transformer() -> Net:
 
 
 def _blocks(count: int, *, attention: bool) -> keras.Model:
-    given = x = keras.Input(TOKENS[1:])
+    inputs = x = keras.Input(TOKENS[1:])
     for _ in range(count):
         if attention:
             y = layers.LayerNormalization()(x)
             x = layers.Add()([x, layers.MultiHeadAttention(4, 32)(y, y)])
         y = layers.Dense(512, activation="relu")(layers.LayerNormalization()(x))
         x = layers.Add()([x, layers.Dense(TOKENS[-1])(y)])
-    return keras.Model(given, layers.Dense(10)(x))
+    return keras.Model(inputs, layers.Dense(10)(x))
 
 
 NETS: dict[str, Callable[[], Net]] = {
@@ -105,13 +105,13 @@ def step_seconds(model: keras.Model, x: Any, steps: int) -> float:
 
 def peaks_of(model: keras.Model, x: Any) -> list[int]:
     """Peaks of three steps, beyond variables and input."""
-    step, found = model_step(model), []
+    step, peaks = model_step(model), []
     step(x)  # it is traced, and kernels get ready
     for _ in range(3):
         with Allocations() as allocations:
             step(x)
-        found.append(allocations.peak_bytes)
-    return found
+        peaks.append(allocations.peak_bytes)
+    return peaks
 
 
 def row_of(name: str, level: tuple[int, bool], steps: int) -> dict[str, Any]:
@@ -121,8 +121,8 @@ def row_of(name: str, level: tuple[int, bool], steps: int) -> dict[str, Any]:
     model, shape = NETS[name]()
     x = tf.random.stateless_normal(shape, (1, 2))
     plain_s, plain_peak_bytes = step_seconds(model, x, steps), min(peaks_of(model, x))
-    given = {"sample": x} if again else {}
-    with sn_memory.tensorflow.compress_activations(model, bits=bits, **given) as compressed:
+    options = {"sample": x} if again else {}
+    with sn_memory.tensorflow.compress_activations(model, bits=bits, **options) as compressed:
         return {
             "net": name,
             "bits": bits,

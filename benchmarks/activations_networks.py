@@ -40,6 +40,7 @@ from activations_memory import EIGHTH
 from models.alexnet import alexnet
 from models.resnet import ResNet, resnet
 from models.vgg import vgg16
+from rows_file import flags
 from tables import markdown
 from torch import nn
 from torch.utils.checkpoint import checkpoint_sequential
@@ -112,17 +113,17 @@ class Cosines:
         self.padded = rows.shape
         blocks = rows.round_().unflatten(2, (-1, 8)).unflatten(1, (-1, 8)).transpose(2, 3)
         codes = (WAVES @ blocks @ WAVES.T / LUMINANCE).round_().clamp_(-128, 127).to(torch.int8)
-        there = codes.flatten() != 0
-        self.codes = codes.flatten()[there]
-        self.mask = (there.view(-1, 8) * (1 << torch.arange(8))).sum(1).to(torch.uint8)
+        nonzero = codes.flatten() != 0
+        self.codes = codes.flatten()[nonzero]
+        self.mask = (nonzero.view(-1, 8) * (1 << torch.arange(8))).sum(1).to(torch.uint8)
 
     def restore(self) -> torch.Tensor:
         """Return the tensor."""
         if not self.images:
             return (self.codes.to(self.dtype) * self.scale[:, None]).view(self.shape)
-        there = (self.mask[:, None] >> torch.arange(8)).bitwise_and_(1).flatten().bool()
-        codes = torch.zeros(there.shape, dtype=self.dtype)
-        codes[there] = self.codes.to(self.dtype)
+        nonzero = (self.mask[:, None] >> torch.arange(8)).bitwise_and_(1).flatten().bool()
+        codes = torch.zeros(nonzero.shape, dtype=self.dtype)
+        codes[nonzero] = self.codes.to(self.dtype)
         rows, high, wide = self.padded
         blocks = codes.view(rows, high // 8, wide // 8, 8, 8).mul_(LUMINANCE)
         images = (WAVES.T @ blocks @ WAVES).transpose(2, 3).reshape(self.padded)
@@ -138,21 +139,29 @@ def packed(
     form: type[Nearest | Float8 | Cosines], net: nn.Module, x: torch.Tensor
 ) -> Iterator[None]:
     """What autograd saves in a form, each tensor once; weights and the input as they are."""
-    there = {it.untyped_storage()._cdata for it in (x, *net.parameters(), *net.buffers())}
+    excluded = {
+        tensor.untyped_storage()._cdata for tensor in (x, *net.parameters(), *net.buffers())
+    }
     seen: dict[Any, Any] = {}
 
-    def pack(it: torch.Tensor) -> Any:
-        storage = it.untyped_storage()
-        if storage._cdata in there or not it.is_floating_point() or it.numel() < LEAST:
-            return it
-        key = storage._cdata, it.storage_offset(), it._version, it.shape, it.stride()
+    def pack(tensor: torch.Tensor) -> Any:
+        storage = tensor.untyped_storage()
+        if storage._cdata in excluded or not tensor.is_floating_point() or tensor.numel() < LEAST:
+            return tensor
+        key = (
+            storage._cdata,
+            tensor.storage_offset(),
+            tensor._version,
+            tensor.shape,
+            tensor.stride(),
+        )
         before = seen.get(key)
         if before is None or before[0]() is None:
-            seen[key] = weakref.ref(storage), form(it.detach())
+            seen[key] = weakref.ref(storage), form(tensor.detach())
         return seen[key][1]
 
-    def unpack(it: Any) -> torch.Tensor:
-        return it if isinstance(it, torch.Tensor) else it.restore()
+    def unpack(saved: Any) -> torch.Tensor:
+        return saved if isinstance(saved, torch.Tensor) else saved.restore()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
@@ -191,7 +200,7 @@ def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[st
         compressed.active = False
         return loss
 
-    found: dict[str, Any] = {
+    by_method: dict[str, Any] = {
         "plain": plain,
         "checkpoint": checkpoint,
     } | {name: partial(by, form) for name, form in FORMS.items()}
@@ -199,17 +208,17 @@ def losses(net: nn.Module, x: torch.Tensor, methods: tuple[str, ...]) -> dict[st
     def add(method: str, **how: Any) -> Any:
         compressed = compress_activations(net, **how)
         compressed.active = False
-        found[method] = partial(ours, compressed)
+        by_method[method] = partial(ours, compressed)
         return compressed
 
     if {"ours", "ours, eighth"} & {*methods}:
         four = add("ours", bits=4)
-        found["ours"]().backward()
+        by_method["ours"]().backward()
         if "ours, eighth" in methods:
             add("ours, eighth", budget=int(four.saved.plain_bytes / EIGHTH))
     if "paper" in methods:
         add("paper", error=0.01, form="paper")
-    return {method: found[method] for method in methods}
+    return {method: by_method[method] for method in methods}
 
 
 def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -220,11 +229,11 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
     net, x = make(), torch.randn(shape)
     weights = list(net.parameters())
     calls = losses(net, x, methods)
-    found = {}
+    sizes = {}
     for method, loss in calls.items():
         for _ in range(2):  # what runs again, and then bits, are chosen
             loss().backward()
-        found[method] = activation_bytes(loss, weights)
+        sizes[method] = activation_bytes(loss, weights)
     seconds: dict[str, list[float]] = {method: [] for method in methods}
     for number in range(rounds):
         for method, loss in calls.items():
@@ -239,8 +248,8 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
             "net": name,
             "method": method,
             "images": shape[0],
-            "held_bytes": found[method][0],
-            "peak_bytes": found[method][1],
+            "held_bytes": sizes[method][0],
+            "peak_bytes": sizes[method][1],
             "step_s": round(statistics.median(seconds[method]), 4),
         }
         for method in methods
@@ -249,23 +258,23 @@ def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown."""
-    plain = {it["net"]: it for it in rows if it["method"] == "plain"}
+    plain = {row["net"]: row for row in rows if row["method"] == "plain"}
     head = (
         "net", "method", "held after the forward pass, MiB", "times less", "peak, MiB",
         "times less", "step, times plain",
     )  # fmt: skip
     lines = []
-    for it in rows:
-        of = plain[it["net"]]
+    for row in rows:
+        of = plain[row["net"]]
         lines.append(
             [
-                f"{it['net']}, {it['images']} images" if it is of else "",
-                it["method"],
-                f"{it['held_bytes'] / 2**20:.1f}",
-                f"{of['held_bytes'] / it['held_bytes']:.1f}",
-                f"{it['peak_bytes'] / 2**20:.1f}",
-                f"{of['peak_bytes'] / it['peak_bytes']:.1f}",
-                f"{it['step_s'] / of['step_s']:.2f}",
+                f"{row['net']}, {row['images']} images" if row is of else "",
+                row["method"],
+                f"{row['held_bytes'] / 2**20:.1f}",
+                f"{of['held_bytes'] / row['held_bytes']:.1f}",
+                f"{row['peak_bytes'] / 2**20:.1f}",
+                f"{of['peak_bytes'] / row['peak_bytes']:.1f}",
+                f"{row['step_s'] / of['step_s']:.2f}",
             ]
         )
     return markdown(head, lines)
@@ -274,7 +283,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=METHODS)
     make_nets(parser, "activations_networks.json", NETS, METHODS, rows_of, table)
 

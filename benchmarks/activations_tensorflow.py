@@ -13,7 +13,6 @@ both of pooling, each tensor once.
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -24,9 +23,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
 from nets import fashion_mnist
+from rows_file import flags, load, missing, path_of, save
 from tables import markdown
 
 import sn_memory.tensorflow
@@ -73,7 +72,7 @@ def saved_bytes(model: keras.Model, bits: Mapping[str, int] | None) -> int:
     """Bytes saved of a batch: float32, or bits by layer and a grid of 6 bytes for each 256."""
     total = 0.0
     for layer in model.layers:
-        inputs, outputs = (int(np.prod(it.shape[1:])) for it in (layer.input, layer.output))
+        inputs, outputs = (int(np.prod(tensor.shape[1:])) for tensor in (layer.input, layer.output))
         kind = type(layer).__name__
         if kind == "MaxPooling2D":
             # Its output is the next layer's input; its input is a ReLU's output.
@@ -141,14 +140,16 @@ def train(run: Run, data: dict[str, Any]) -> dict[str, Any]:
             losses.append(float(step(x, y)))
             seconds.append(time.process_time() - start)
         if has_statistics("CPU:0"):
-            with Allocations() as found:
+            with Allocations() as allocations:
                 step(x, y)
-            peak = found.peak_bytes
+            peak = allocations.peak_bytes
     test_images, test_labels = data["t10k"]
     answers = np.argmax(model.predict(test_images, batch_size=500, verbose=0), axis=1)
     linear = [layer.path for layer in model.layers if type(layer).__name__ in LINEAR]
     bits = (
-        None if compressed is None else {it: compressed.controller.bits(it) or 32 for it in linear}
+        None
+        if compressed is None
+        else {layer: compressed.controller.bits(layer) or 32 for layer in linear}
     )
     plain, held = saved_bytes(model, None), saved_bytes(model, bits)
     return asdict(run) | {
@@ -195,34 +196,30 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     args = parser.parse_args()
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    default = ROOT / "benchmarks/out/activations_tensorflow.json" if args.quick else RESULTS
-    path = args.json or default
+    path = path_of(args, RESULTS)
     runs = [
         Run(kept, seed, 12 if args.quick else 1500)
         for seed in (args.seeds[:1] if args.quick else args.seeds)
         for kept in KEPT
     ]
     rows = [] if args.quick else load(path)
-    done = {tuple(row[field] for field in asdict(runs[0])) for row in rows}
     data = {
         part: (images.permute(0, 2, 3, 1).numpy(), labels.numpy())
-        for part, (images, labels) in ((it, fashion_mnist(it)) for it in ("train", "t10k"))
+        for part, (images, labels) in ((split, fashion_mnist(split)) for split in ("train", "t10k"))
     }
     if args.quick:
         data["t10k"] = tuple(part[:500] for part in data["t10k"])
-    about = {"commit": commit(), "machine": machine()}
-    for run in runs:
-        if tuple(asdict(run).values()) not in done:
-            rows.append(train(run, data) | about)
-            save(path, rows)
-            print(rows[-1], flush=True)
+    about = origin()
+    for run in missing(runs, rows):
+        rows.append(train(run, data) | about)
+        save(path, rows)
+        print(rows[-1], flush=True)
     print(f"\n{table(rows)}\n\nrows: {path}")
 
 

@@ -34,10 +34,10 @@ from typing import Any
 import apoptosis_report as report
 import numpy as np
 import torch
-from accuracy import load, save
 from collider import collisions
-from machine import commit, machine
+from machine import origin
 from nets import fashion_mnist
+from rows_file import flags, load, matching, path_of, save
 from scipy.stats import rankdata
 from torch import nn
 
@@ -63,13 +63,13 @@ def dense(inputs: int, outputs: int, *hidden: int) -> nn.Module:
 
 def convolutional(first: int, second: int, third: int, strided: bool = False) -> nn.Module:
     """Return two convolutions with batch norm, each halving the image, and a hidden layer."""
-    made: list[nn.Module] = []
+    stack: list[nn.Module] = []
     for inputs, outputs in ((1, first), (first, second)):
-        made.append(nn.Conv2d(inputs, outputs, 3, stride=2 if strided else 1, padding=1))
-        made += [nn.BatchNorm2d(outputs), nn.ReLU()]
-        made += [] if strided else [nn.MaxPool2d(2)]
-    made += [nn.Flatten(), nn.Linear(49 * second, third), nn.ReLU(), nn.Linear(third, 10)]
-    return nn.Sequential(*made)
+        stack.append(nn.Conv2d(inputs, outputs, 3, stride=2 if strided else 1, padding=1))
+        stack += [nn.BatchNorm2d(outputs), nn.ReLU()]
+        stack += [] if strided else [nn.MaxPool2d(2)]
+    stack += [nn.Flatten(), nn.Linear(49 * second, third), nn.ReLU(), nn.Linear(third, 10)]
+    return nn.Sequential(*stack)
 
 
 @dataclass(frozen=True)
@@ -148,8 +148,8 @@ TASKS = {
 
 def widths(net: nn.Module) -> list[int]:
     """Outputs of each layer with weights, but the last."""
-    made = [m.weight.shape[0] for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
-    return made[:-1]
+    outputs = [m.weight.shape[0] for m in net.modules() if isinstance(m, nn.Linear | nn.Conv2d)]
+    return outputs[:-1]
 
 
 def prune(net: nn.Module, optimizer: Any, sample: torch.Tensor, wanted: list[int]) -> None:
@@ -171,12 +171,12 @@ def score(net: nn.Module, inputs: torch.Tensor, labels: torch.Tensor) -> float:
     """Accuracy, or of two classes the area under the ROC curve, in per cent."""
     net.eval()
     with torch.inference_mode():
-        said = torch.cat([net(part) for part in inputs.split(TEST_BATCH)])
+        logits = torch.cat([net(part) for part in inputs.split(TEST_BATCH)])
     net.train()
-    if said.shape[1] > 2:
-        return round(100 * (said.argmax(1) == labels).double().mean().item(), 2)
+    if logits.shape[1] > 2:
+        return round(100 * (logits.argmax(1) == labels).double().mean().item(), 2)
     signal = labels.bool().numpy()
-    ranks = rankdata((said[:, 1] - said[:, 0]).double().numpy())[signal]
+    ranks = rankdata((logits[:, 1] - logits[:, 0]).double().numpy())[signal]
     below = ranks.sum() - len(ranks) * (len(ranks) + 1) / 2
     return round(100 * float(below) / (len(ranks) * (len(signal) - len(ranks))), 2)
 
@@ -255,15 +255,13 @@ def run(name: str, method: str, seed: int, args: argparse.Namespace, ended: list
         "apoptosis_cpu_s": round(event_cpu_s, 3),
         "events": 0 if apoptosis is None else len(apoptosis.events),
         **report.columns(curve),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, narrow nets, one seed")
     parser.add_argument("--nets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -285,7 +283,7 @@ def main() -> None:
     if args.quick:
         args.nets, args.seeds, args.steps, args.every = ["mlp_narrow", "cnn_narrow"], [0], 60, 20
         args.tolerance = 0.4
-    path = args.json or (ROOT / "benchmarks/out/apoptosis.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     rows = load(path)
     for seed in () if args.report else args.seeds:
         for net in args.nets:
@@ -296,7 +294,7 @@ def main() -> None:
                     own = {name: getattr(args, name) or getattr(TASKS[net], name) for name in SAME}
                     key |= {**own, "schedule": args.schedule}
                 key["steps"] = steps_of(net, method, args)
-                done = next((row for row in rows if key.items() <= row.items()), None)
+                done = matching(rows, key)
                 if done is None:
                     done = run(net, method, seed, args, ended)
                     rows.append(done)

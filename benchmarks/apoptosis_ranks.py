@@ -22,9 +22,9 @@ from typing import Any
 import apoptosis_report as report
 import horovod.torch as hvd
 import torch
-from accuracy import load, save
 from apoptosis import LOOKS, dense, images, rate, score, widths
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, matching, path_of, save
 from tables import markdown
 from torch import nn
 
@@ -112,8 +112,7 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "events": len(apoptosis.events) if apoptosis else 0,
         "compared": compared,
         **report.columns(curve, "wall_s"),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -136,8 +135,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -154,8 +152,7 @@ def main() -> None:
         args.widths, args.steps, args.every, args.tolerance = [64, 64], 60, 20, 0.4
     hvd.init()
     torch.set_num_threads(1)  # ranks share the cores
-    quick = ROOT / "benchmarks/out/apoptosis_ranks.json"
-    path = args.json or (quick if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     rows = load(path)
     for seed in () if args.report else args.seeds:
         for method in args.methods:
@@ -163,7 +160,7 @@ def main() -> None:
             key["plain_steps"] = args.steps
             if method != "plain":
                 key |= {name: getattr(args, name) for name in SETTINGS}
-            if any(key.items() <= row.items() for row in rows):
+            if matching(rows, key):
                 continue
             rows.append(run(method, seed, args))
             if hvd.rank() == 0:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
 from tables import markdown
 
 METHODS = ("plain", "apoptosis", "pruned", "small")
@@ -74,12 +75,7 @@ def picture(rows: list[Row], net: str, widths: Sequence[int], path: Path) -> Non
 
     widths : before the first step
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(11)
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(13, 4), layout="constrained")
     seen = {row["method"]: row for row in reversed(rows) if row["net"] == net}
     if "apoptosis" in seen:

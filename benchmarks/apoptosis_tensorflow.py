@@ -22,10 +22,10 @@ import apoptosis_report as report
 import keras
 import numpy as np
 import tensorflow as tf
-from accuracy import load, save
 from apoptosis import BATCH, LOOKS, TEST_BATCH, images, rate
 from apoptosis import held_out as without_test
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, matching, path_of, save
 from tables import markdown
 
 from sn_memory.apoptosis.tensorflow import Apoptosis
@@ -49,8 +49,8 @@ def recorded(model: Any, optimizer: Any) -> Any:
     @tf.function(autograph=False)
     def train(x: Any, y: Any) -> None:
         with tf.GradientTape() as tape:
-            said = model(x, training=True)
-            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, said)
+            logits = model(x, training=True)
+            losses = tf.nn.sparse_softmax_cross_entropy_with_logits(y, logits)
             loss = tf.reduce_mean(losses)
         held = [variable.value for variable in model.trainable_variables]
         optimizer.apply(tape.gradient(loss, held), model.trainable_variables)
@@ -68,8 +68,8 @@ def data(*, held_out: bool) -> tuple[np.ndarray, ...]:
 def score(model: Any, inputs: np.ndarray, labels: np.ndarray) -> float:
     """Accuracy in per cent."""
     places = range(0, len(inputs), TEST_BATCH)
-    said = [model(inputs[place : place + TEST_BATCH]).numpy().argmax(1) for place in places]
-    return round(100 * float(np.mean(np.concatenate(said) == labels)), 2)
+    predicted = [model(inputs[place : place + TEST_BATCH]).numpy().argmax(1) for place in places]
+    return round(100 * float(np.mean(np.concatenate(predicted) == labels)), 2)
 
 
 def widths(model: Any) -> list[int]:
@@ -130,8 +130,7 @@ def run(method: str, seed: int, args: argparse.Namespace) -> dict[str, Any]:
         "apoptosis_cpu_s": round(event_cpu_s, 3),
         "events": len(apoptosis.events) if apoptosis else 0,
         **report.columns(curve),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -143,8 +142,8 @@ def table(rows: list[dict[str, Any]]) -> str:
     kinds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         kinds.setdefault((row["method"], *(row.get(name) for name in SETTINGS)), []).append(row)
-    for (method, *said), mine in kinds.items():
-        own = dict(zip(SETTINGS, said, strict=True))
+    for (method, *values), mine in kinds.items():
+        own = dict(zip(SETTINGS, values, strict=True))
         label = method if method == "plain" else f"{method}, {own['tolerance']}, {own['overhead']}"
         n, keys = len(mine), ("score", "parameters", "cpu_s", "wall_s")
         mean = {key: sum(row[key] for row in mine) / n for key in keys}
@@ -159,8 +158,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
@@ -181,8 +179,7 @@ def main() -> None:
     # CPU seconds of several threads would be no time that passes.
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    quick = ROOT / "benchmarks/out/apoptosis_tensorflow.json"
-    path = args.json or (quick if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     rows = load(path)
     for seed in () if args.report else args.seeds:
         for method in args.methods:
@@ -190,7 +187,7 @@ def main() -> None:
             key |= {"widths": args.widths, "plain_steps": args.steps}
             if method != "plain":
                 key |= {name: getattr(args, name) for name in SETTINGS}
-            if any(key.items() <= row.items() for row in rows):
+            if matching(rows, key):
                 continue
             rows.append(run(method, seed, args))
             save(path, rows)

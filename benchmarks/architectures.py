@@ -45,8 +45,8 @@ def loss_of(outputs: Any) -> torch.Tensor:
         loss: torch.Tensor = outputs.loss
         return loss
     first = getattr(outputs, "sample", outputs)
-    made: torch.Tensor = first.float().pow(2).mean() if first.dim() else first
-    return made
+    squares: torch.Tensor = first.float().pow(2).mean() if first.dim() else first
+    return squares
 
 
 def _of(name: str, config: str, package: str = "transformers", **settings: Any) -> nn.Module:
@@ -236,8 +236,8 @@ class Recurrent(nn.Module):
         self.head = nn.Linear(width, 128)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        found = self.head(self.layers(self.embedding(tokens[:, :-1]))[0])
-        return nn.functional.cross_entropy(found.flatten(0, 1), tokens[:, 1:].flatten())
+        logits = self.head(self.layers(self.embedding(tokens[:, :-1]))[0])
+        return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
 
 def _gnn(name: str, **more: Any) -> Callable[[], nn.Module]:

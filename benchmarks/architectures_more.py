@@ -29,7 +29,7 @@ def _rows(batch: int = 16, length: int = 12) -> Sample:
 class Blocks(nn.Module):
     """Residual blocks of linear layers, wrapped as asked."""
 
-    def __init__(self, wrap: Any = lambda it: it, count: int = 4) -> None:
+    def __init__(self, wrap: Any = lambda block: block, count: int = 4) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -75,9 +75,9 @@ class Centred(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            said = self.teacher(x).mean(1)
-            target = ((said - self.centre) / 0.04).softmax(-1)
-            self.centre.mul_(0.9).add_(said.mean(0), alpha=0.1)
+            taught = self.teacher(x).mean(1)
+            target = ((taught - self.centre) / 0.04).softmax(-1)
+            self.centre.mul_(0.9).add_(taught.mean(0), alpha=0.1)
         return -(target * (self.student(x).mean(1) / 0.1).log_softmax(-1)).sum(-1).mean()
 
 

@@ -159,8 +159,8 @@ class Selecting(Subclassed):
 
     def call(self, x: Any, training: Any = None) -> Any:
         """Return the rows whose first class is likely."""
-        found = super().call(x, training=training)
-        return tf.boolean_mask(found, found[:, 0] > 0)
+        outputs = super().call(x, training=training)
+        return tf.boolean_mask(outputs, outputs[:, 0] > 0)
 
 
 def _subclassed(kind: type[Subclassed]) -> Callable[[int], Case]:

@@ -23,9 +23,7 @@ compiled one, medians. Rows in FILE are kept, so a run that was cut off goes on.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import statistics
 import sys
 from collections.abc import Callable
@@ -35,17 +33,19 @@ from typing import Any
 
 import torch
 from compiled_peaks import Step, by_inductor, ours, plain, rival
-from machine import commit, machine
+from machine import origin
+from pictures import pyplot
 from planner_torch import QUICK
 from planner_torch_rivals import measured
+from rows_file import flags, load, save
 
 import sn_memory.torch
 from sn_memory import BudgetError
 
 SHARES = tuple(round(0.05 * number, 2) for number in range(1, 21))
 SOLVERS = ("dp", "greedy", "ilp", "dp_knapsack_sliding_hirschberg")
-EAGER = (*(f"aot_eager:{it}" for it in SOLVERS), "ours:graph", "ours:policy")
-COMPILED = (*(f"inductor:{it}" for it in SOLVERS), "ours:compile", "ours:policy, compiled")
+EAGER = (*(f"aot_eager:{solver}" for solver in SOLVERS), "ours:graph", "ours:policy")
+COMPILED = (*(f"inductor:{solver}" for solver in SOLVERS), "ours:compile", "ours:policy, compiled")
 WAYS = (*EAGER, *COMPILED)
 MODEL = "llama/32"
 # Of a solver, and of ours.
@@ -64,7 +64,7 @@ class Bench:
         torch.manual_seed(0)
         self.model, self.sample = QUICK[MODEL][0](), QUICK[MODEL][1]()
         held = (*self.model.parameters(), *self.model.buffers(), self.sample)
-        self.base_bytes = sum(it.nbytes for it in held)
+        self.base_bytes = sum(tensor.nbytes for tensor in held)
         self.least: dict[str, float] = {}
 
     @cached_property
@@ -79,8 +79,8 @@ class Bench:
 
     def plain_bytes(self, way: str) -> int:
         """What the step without a budget holds."""
-        whole = self.compiled.peak_bytes if way in COMPILED else self.eager[0]
-        return whole - self.base_bytes
+        peak = self.compiled.peak_bytes if way in COMPILED else self.eager[0]
+        return peak - self.base_bytes
 
     def of_ops(self, how: str, share: float, budget: int) -> tuple[int, float, float]:
         """Peak and seconds of a step of eager ops, and of the plain one; raises BudgetError."""
@@ -103,7 +103,7 @@ class Bench:
 
     def seconds(self, calls: list[str]) -> float:
         """Seconds of calls, each at the least that it took."""
-        return sum(self.least[it] for it in calls)
+        return sum(self.least[call] for call in calls)
 
     def of_inductor(self, how: str, share: float, budget: int) -> tuple[int, float, float]:
         """The same of steps that Inductor compiled."""
@@ -126,17 +126,17 @@ class Bench:
         asked = int(share * self.plain_bytes(way))
         row: dict[str, Any] = {
             "model": MODEL, "way": way, "share": share, "plain_bytes": self.plain_bytes(way),
-            "asked_bytes": asked, "commit": commit(), "machine": machine(),
+            "asked_bytes": asked, **origin(),
         }  # fmt: skip
         how = way.partition(":")[2]
         run = self.of_inductor if way in COMPILED else self.of_ops
         try:
             peak, seconds, plain_seconds = run(how, share, self.base_bytes + asked)
         except BudgetError as error:
-            found = {"refused": True, "smallest_bytes": error.peak_bytes - self.base_bytes}
+            refusal = {"refused": True, "smallest_bytes": error.peak_bytes - self.base_bytes}
             if error.floor_bytes is not None:
-                found["floor_bytes"] = error.floor_bytes - self.base_bytes
-            return row | found
+                refusal["floor_bytes"] = error.floor_bytes - self.base_bytes
+            return row | refusal
         except Exception as error:
             if way.startswith("ours:"):
                 raise
@@ -148,26 +148,26 @@ class Bench:
 
 def panel(rows: list[dict[str, Any]], ways: tuple[str, ...], left: Any, right: Any) -> None:
     """Measured over asked for, with the diagonal; seconds over measured."""
-    mine = [it for it in rows if it["way"] in ways]
-    whole = mine[0]["plain_bytes"] / 2**20
-    left.plot([0, whole], [0, whole], color="#777777", lw=1, label="what was asked for")
+    mine = [row for row in rows if row["way"] in ways]
+    plain_mib = mine[0]["plain_bytes"] / 2**20
+    left.plot([0, plain_mib], [0, plain_mib], color="#777777", lw=1, label="what was asked for")
     for way in ways:
-        of_way = sorted((it for it in mine if it["way"] == way), key=lambda it: it["share"])
-        ran = [it for it in of_way if "peak_bytes" in it]
+        of_way = sorted((row for row in mine if row["way"] == way), key=lambda row: row["share"])
+        ran = [row for row in of_way if "peak_bytes" in row]
         colour = COLOURS[way.partition(":")[2]]
         own = way.startswith("ours:")
-        peaks = [it["peak_bytes"] / 2**20 for it in ran]
+        peaks = [row["peak_bytes"] / 2**20 for row in ran]
         left.plot(
-            [it["asked_bytes"] / 2**20 for it in ran], peaks, "o-" if own else "s--",
+            [row["asked_bytes"] / 2**20 for row in ran], peaks, "o-" if own else "s--",
             ms=4 if own else 3, lw=1.5 if own else 1, color=colour,
             label=way.replace("ours:", "sn_memory:").replace(":", ": "),
         )  # fmt: skip
-        longer = [100 * (it["step_s"] / it["plain_step_s"] - 1) for it in ran]
+        longer = [100 * (row["step_s"] / row["plain_step_s"] - 1) for row in ran]
         right.plot(peaks, longer, "o" if own else "s", ms=5 if own else 4, color=colour, alpha=0.8)
-        refused = [it for it in of_way if it.get("refused")]
+        refused = [row for row in of_way if row.get("refused")]
         if refused:
-            asked = [it["asked_bytes"] / 2**20 for it in refused]
-            least = [it["smallest_bytes"] / 2**20 for it in refused]
+            asked = [row["asked_bytes"] / 2**20 for row in refused]
+            least = [row["smallest_bytes"] / 2**20 for row in refused]
             left.plot(asked, least, "x", ms=5, color=colour)
     left.set(xlabel="asked for, MiB", ylabel="held beyond parameters and input, MiB")
     right.set(xlabel="held, MiB", ylabel="seconds over the plain step, %")
@@ -176,13 +176,10 @@ def panel(rows: list[dict[str, Any]], ways: tuple[str, ...], left: Any, right: A
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """A row of two panels for eager ops, and one for what Inductor compiles if that was run."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     titles = {"ops as torch runs them": EAGER, "compiled by Inductor": COMPILED}
-    run = {it["way"] for it in rows}
+    run = {row["way"] for row in rows}
     titles = {title: ways for title, ways in titles.items() if run & set(ways)}
     figure, axes = plt.subplots(
         len(titles), 2, figsize=(11, 4.5 * len(titles)), layout="constrained", squeeze=False
@@ -196,8 +193,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--quick", action="store_true", help="two budgets")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
@@ -205,25 +201,24 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     # Each way is one more compilation of the same forward.
     torch._dynamo.config.recompile_limit = 1000
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
-    there = {(it["way"], it["share"]) for it in rows}
+    rows = load(args.json)
+    done = {(row["way"], row["share"]) for row in rows}
     todo = [
         (way, share)
         for share in ((0.1, 0.6) if args.quick else SHARES)
         for way in args.ways
-        if (way, share) not in there
+        if (way, share) not in done
     ]
     bench = Bench() if todo else None
     for way, share in todo:
         assert bench is not None
         rows.append(bench.row(way, share))
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save(args.json, rows)
         last = rows[-1]
-        said = last.get("peak_bytes", last.get("failed", f"refused: {last.get('smallest_bytes')}"))
-        print(f"{way:40} {share:4.2f} {last['asked_bytes']:>10} {said}", flush=True)
+        outcome = last.get(
+            "peak_bytes", last.get("failed", f"refused: {last.get('smallest_bytes')}")
+        )
+        print(f"{way:40} {share:4.2f} {last['asked_bytes']:>10} {outcome}", flush=True)
     if args.picture:
         picture(rows, args.picture)
     return 0

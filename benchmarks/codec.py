@@ -14,18 +14,19 @@ the machine changes less, with and without error feedback (the paper has none), 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import family
 import numpy as np
 import scipy.fft
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
+from timing import interleave, timed
 
 from sn_compress import FFTCodec, backends
 from sn_compress.codecs.fft import PAPER
@@ -72,20 +73,6 @@ def topk_with_feedback(values: np.ndarray, keep: float, threads: int) -> Callabl
     return step
 
 
-def in_turn(
-    contenders: dict[str, Callable[[], object]], repeat: int, clock: Callable[[], float]
-) -> dict[str, list[float]]:
-    """Seconds of each, `repeat` times one after the other."""
-    seconds: dict[str, list[float]] = {key: [] for key in contenders}
-    for repetition in range(repeat + 1):
-        for key, run in contenders.items():
-            start = clock()
-            run()
-            if repetition:  # the first one warms up
-                seconds[key].append(clock() - start)
-    return seconds
-
-
 def over(seconds: dict[str, list[float]], top: str, bottom: str) -> float:
     """The median of one's seconds over the other's of the same repetition."""
     return statistics.median(a / b for a, b in zip(seconds[top], seconds[bottom], strict=True))
@@ -115,7 +102,8 @@ def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) 
     }
     if not args.no_torch:
         contenders["topk"] = topk_with_feedback(values, 1 - codec.theta, threads)
-    seconds = in_turn(contenders, args.repeat, time.perf_counter)
+    steps = {key: partial(timed, run, time.perf_counter) for key, run in contenders.items()}
+    seconds = interleave(steps, args.repeat, settle=1)  # the first round warms up
     encode_s, decode_s = (statistics.median(seconds[key]) for key in ("encode", "decode"))
     return {
         "method": name,
@@ -137,8 +125,7 @@ def measure(name: str, settings: dict[str, Any], values: np.ndarray, args: Any) 
         "decode_mean_of_8_over_irfft": over(seconds, "decode_mean", "irfft"),
         "encode_over_topk": over(seconds, "encode", "topk") if "topk" in contenders else None,
         "repeat": args.repeat,
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -150,17 +137,15 @@ def paper(values: np.ndarray, repeat: int) -> dict[str, Any]:
     padded = np.zeros(length, np.float32)
     padded[:n] = values
     bins, payload = scipy.fft.rfft(padded), codec.encode(values)
-    seconds = in_turn(
-        {
-            "rfft": lambda: scipy.fft.rfft(padded),
-            "encode": lambda: codec.encode(values),
-            "encode_feedback": lambda: codec.encode(values, state=state),
-            "irfft": lambda: scipy.fft.irfft(bins, n=length),
-            "decode": lambda: codec.decode(payload),
-        },
-        repeat,
-        time.process_time,
-    )
+    contenders: dict[str, Callable[[], object]] = {
+        "rfft": lambda: scipy.fft.rfft(padded),
+        "encode": lambda: codec.encode(values),
+        "encode_feedback": lambda: codec.encode(values, state=state),
+        "irfft": lambda: scipy.fft.irfft(bins, n=length),
+        "decode": lambda: codec.decode(payload),
+    }
+    steps = {key: partial(timed, run) for key, run in contenders.items()}
+    seconds = interleave(steps, repeat, settle=1)
     return {
         "method": "paper",
         "device": "cpu",
@@ -174,8 +159,7 @@ def paper(values: np.ndarray, repeat: int) -> dict[str, Any]:
         "encode_feedback_over_rfft": over(seconds, "encode_feedback", "rfft"),
         "decode_over_irfft": over(seconds, "decode", "irfft"),
         "repeat": repeat,
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -222,8 +206,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure and print; write JSON where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows here")
+    parser = flags(__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--quick", action="store_true", help="2 M elements: under two minutes")
     parser.add_argument("--n", type=int, help="elements (default 25 million)")
@@ -242,9 +225,7 @@ def main() -> None:
         print(family.table(rows))
     else:
         rows = compare(args)
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
 
 
 def compare(args: argparse.Namespace) -> list[dict[str, Any]]:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 from machine import commit
+from timing import interleave
 
 from sn_compress import FFTCodec
 from sn_compress.codecs import _fft_cuda
@@ -104,7 +106,8 @@ def measure(n: int, repeat: int, values: np.ndarray) -> list[dict[str, Any]]:
         sent = plain.decode(plain.encode(tensor))
         lost = (tensor - sent).double()
         nmse = float(lost.square().sum() / tensor.double().square().sum())
-        seconds = time_in_turn(torch, contenders, repeat)
+        steps = {key: partial(seconds_on_device, torch, run) for key, run in contenders.items()}
+        seconds = interleave(steps, repeat, settle=2)
         _fft_cuda.raise_if_damaged()
         rows.append(
             row(name, n, payload.nbytes, ranks, nmse, seconds)
@@ -126,20 +129,14 @@ def graphed(torch: Any, run: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def time_in_turn(
-    torch: Any, contenders: dict[str, Callable[[], object]], repeat: int
-) -> dict[str, list[float]]:
-    """Seconds of each, by events on the current stream; two rounds warm up."""
-    seconds: dict[str, list[float]] = {key: [] for key in contenders}
-    for repetition in range(repeat + 2):
-        for key, run in contenders.items():
-            start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            run()
-            stop.record()
-            stop.synchronize()
-            if repetition > 1:
-                seconds[key].append(start.elapsed_time(stop) / 1000)
+def seconds_on_device(torch: Any, run: Callable[[], object]) -> float:
+    """Seconds by events on the current stream."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    stop.record()
+    stop.synchronize()
+    seconds: float = start.elapsed_time(stop) / 1000
     return seconds
 
 

@@ -31,7 +31,7 @@ def collectives(step: Callable[[], object]) -> list[tuple[str, int]]:
     config = _ExperimentalConfig(profile_all_threads=True)
     with profiler.profile(record_shapes=True, experimental_config=config) as seen:
         step()
-    found = []
+    calls = []
     for event in seen.profiler.kineto_results.events():
         if not event.name().startswith("gloo:") or event.name() == "gloo:barrier":
             continue
@@ -41,10 +41,10 @@ def collectives(step: Callable[[], object]) -> list[tuple[str, int]]:
                 f"{event.name()} of {event.dtypes()}: add what it sends to KINDS, WIDTH"
             )
         sizes = zip(event.dtypes(), event.shapes(), strict=True)
-        found.append((KINDS[event.name()], sum(WIDTH[kind] * prod(shape) for kind, shape in sizes)))
-    return found
+        calls.append((KINDS[event.name()], sum(WIDTH[kind] * prod(shape) for kind, shape in sizes)))
+    return calls
 
 
-def sent_bytes(found: list[tuple[str, int]], ranks: int) -> float:
+def sent_bytes(calls: list[tuple[str, int]], ranks: int) -> float:
     """Bytes that leave a rank in rings; see sn_compress.prediction.cost."""
-    return sum(wire_bytes(kind, size, ranks) for kind, size in found)  # type: ignore[arg-type]
+    return sum(wire_bytes(kind, size, ranks) for kind, size in calls)  # type: ignore[arg-type]

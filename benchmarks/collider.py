@@ -51,14 +51,14 @@ def _decay(random: np.random.Generator, mass: Floats) -> tuple[Floats, Floats]:
     energy = across * np.cosh(along)
     # Lorentz boost of (mass / 2, +-way) by pull / energy.
     shift = (way * pull).sum(1) / (mass * (energy + mass))
-    found = []
+    prongs = []
     for sign in (1, -1):
         vector = sign * way + pull * (sign * shift + 0.5)[:, None]
         transverse = np.hypot(vector[:, 0], vector[:, 1])
         rapidity = np.arcsinh(vector[:, 2] / transverse)
         azimuth = np.arctan2(vector[:, 1], vector[:, 0])
-        found.append(np.stack([transverse, rapidity, azimuth], 1))
-    return found[0], found[1]
+        prongs.append(np.stack([transverse, rapidity, azimuth], 1))
+    return prongs[0], prongs[1]
 
 
 def _radiation(random: np.random.Generator, n: int) -> Floats:

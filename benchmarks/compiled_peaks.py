@@ -14,21 +14,19 @@ left out, so the script goes on where it was stopped.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import gc
-import json
 import random
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_torch import QUICK
+from rows_file import flags, load, save
 from torch import nn
 
 import sn_memory.torch
@@ -107,8 +105,10 @@ class Step:
     def step(self, *, count: bool = False) -> int:
         """Run a step; return its peak where it is counted."""
         torch.manual_seed(0)
-        found = run_step(self.run, self.model, ((self.sample,), {}), count=count, by_allocator=True)
-        return found.peak_bytes
+        measured = run_step(
+            self.run, self.model, ((self.sample,), {}), count=count, by_allocator=True
+        )
+        return measured.peak_bytes
 
 
 def by_inductor(model: nn.Module) -> Callable[..., Any]:
@@ -179,8 +179,10 @@ def moved(steps: Sequence[Step], chance: random.Random) -> None:
 
 def fixed_bytes(model: nn.Module, sample: torch.Tensor) -> int:
     """Bytes of parameters, buffers, the input and the gradients of parameters."""
-    held = sum(it.nbytes for it in (*model.parameters(), *model.buffers(), sample))
-    return held + sum(it.nbytes for it in model.parameters() if it.requires_grad)
+    held = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), sample))
+    return held + sum(
+        parameter.nbytes for parameter in model.parameters() if parameter.requires_grad
+    )
 
 
 def rows_of(
@@ -200,22 +202,22 @@ def rows_of(
 
     ground = plain(copy.deepcopy(model), sample)
     note({"method": "plain compile"}, ground)
-    budgets = {fixed + int(it * (ground.peak_bytes - fixed)): it for it in shares}
+    budgets = {fixed + int(share * (ground.peak_bytes - fixed)): share for share in shares}
     for solver in SOLVERS:
         for share in rivals:
-            found = rival(copy.deepcopy(model), sample, share, solver)
-            note({"method": f"torch {solver}", "setting": share}, found)
-            budgets.setdefault(found.peak_bytes, 0.0)
+            result = rival(copy.deepcopy(model), sample, share, solver)
+            note({"method": f"torch {solver}", "setting": share}, result)
+            budgets.setdefault(result.peak_bytes, 0.0)
     for budget in sorted(budgets, reverse=True):
         row = {"method": "sn_memory", "setting": budgets[budget] or None, "budget_bytes": budget}
         began = time.process_time()
         try:
-            step, made = ours(copy.deepcopy(model), sample, budget)
+            step, plan = ours(copy.deepcopy(model), sample, budget)
         except BudgetError as refusal:
             note({**row, "smallest_bytes": refusal.peak_bytes}, None)
             continue
         took = time.process_time() - began
-        note({**row, "predicted_bytes": made.peak_bytes, "plan_cpu_s": took}, step)
+        note({**row, "predicted_bytes": plan.peak_bytes, "plan_cpu_s": took}, step)
     in_turn([step for _, step in steps if step is not None], rounds)
     return [
         {
@@ -224,8 +226,7 @@ def rows_of(
             "fixed_bytes": fixed,
             "peak_bytes": step and step.peak_bytes,
             "step_s": step and statistics.median(step.seconds),
-            "commit": commit(),
-            "machine": machine(),
+            **origin(),
         }
         for row, step in steps
     ]
@@ -233,8 +234,7 @@ def rows_of(
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
     parser.add_argument("--rivals", nargs="*", type=float, default=RIVALS)
@@ -243,15 +243,12 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     # Each way is one more compilation of the same forward.
     torch._dynamo.config.recompile_limit = 1000
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    rows = load(args.json)
     for name in args.models:
         if any(row["model"] == name for row in rows):
             continue
         rows += rows_of(name, args.shares, args.rivals, args.rounds)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save(args.json, rows)
     for row in rows:
         peak = "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:9.3f} MiB"
         seconds = "" if row["step_s"] is None else f"{row['step_s']:.4f} s"

@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import ROOT, command, commit, machine
+from machine import ROOT, command, commit, origin
+from rows_file import matching
 from shaped_links import ShapedLinks
 
 _FLAG = "--as-rank"
@@ -41,8 +42,8 @@ def as_rank(work: Callable[[dict[str, Any]], dict[str, Any]]) -> bool:
     dist.init_process_group(
         backend, init_method=f"file://{folder}/meet", rank=rank, world_size=job["ranks"], **device
     )
-    found = work(job)
-    (folder / f"rank{rank}.json").write_text(json.dumps(found))
+    result = work(job)
+    (folder / f"rank{rank}.json").write_text(json.dumps(result))
     dist.barrier()
     time.sleep(_REST_S)  # Gloo's threads come to rest before the group goes
     dist.destroy_process_group()
@@ -86,7 +87,7 @@ def run_ranks(
                             stderr=subprocess.STDOUT,
                         )
                     )  # fmt: skip
-            _follow(processes, logs, time.monotonic() + timeout_s)
+            follow(processes, logs, time.monotonic() + timeout_s)
         finally:
             # A rank whose peer is gone waits on; the peer's end is theirs.
             for process in processes:
@@ -95,16 +96,23 @@ def run_ranks(
         return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(ranks)]
 
 
-def _follow(processes: list[Any], logs: list[Path], until: float) -> None:
+def follow(
+    processes: list[Any], logs: list[Path], until: float, look: Callable[[], object] = lambda: None
+) -> None:
+    """Wait for all ranks to end, and `look` meanwhile.
+
+    Raises RuntimeError, with what the ranks said, if one fails or time is up.
+    """
     while True:
         codes = [process.poll() for process in processes]
+        look()
         if all(code == 0 for code in codes):
             return
         bad = [rank for rank, code in enumerate(codes) if code]
         if bad or time.monotonic() > until:
             what = f"rank {bad[0]} ended with {codes[bad[0]]}" if bad else "time is up"
-            said = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
-            raise RuntimeError(f"{what}; the ranks said:\n{said}")
+            output = "\n".join(log.read_text(errors="replace")[-3000:] for log in logs)
+            raise RuntimeError(f"{what}; the ranks said:\n{output}")
         time.sleep(_NAP_S)
 
 
@@ -114,13 +122,11 @@ def about(script: str) -> dict[str, Any]:
         "load": os.getloadavg()[0],
         "torch": torch.__version__,
         "command": command(script),
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
 def measured(rows: list[dict[str, Any]], key: dict[str, Any]) -> bool:
     """Whether there are rows of this commit and key; what a changed tree gave is measured again."""
     key = key | {"commit": commit()}
-    same = [row for row in rows if all(row.get(name) == value for name, value in key.items())]
-    return bool(same) and not key["commit"].endswith("+")
+    return matching(rows, key) is not None and not key["commit"].endswith("+")

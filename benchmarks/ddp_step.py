@@ -13,9 +13,9 @@ on the same commit.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ from collectives import collectives, sent_bytes
 from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import wrapped
 from language import Language, batch, loss_of
-from training_rows import load, save
+from rows_file import flags, load, replaced, save
+from timing import interleave
 
 from sn_compress.text_table import text_table
 
@@ -51,6 +52,10 @@ class Way:
         self.optimizer = torch.optim.SGD(net.parameters(), lr=1e-3, momentum=0.9)
         self.generator = torch.Generator().manual_seed(dist.get_rank())
 
+    def steps(self, count: int) -> list[tuple[float, float]]:
+        """So many steps in a row."""
+        return [self.step() for _ in range(count)]
+
     def step(self) -> tuple[float, float]:
         """CPU and wall milliseconds of a step that all ranks begin together."""
         tokens, following = batch(*self.shape, self.generator)
@@ -70,20 +75,17 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(SETTLE):
             way.step()
         sent[way.name] = collectives(way.step)
-    taken: dict[str, list[list[tuple[float, float]]]] = {way.name: [] for way in ways}
-    for first in range(job["rounds"]):
-        turn = first % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            taken[way.name].append([way.step() for _ in range(job["steps"])])
+    steps = {way.name: partial(way.steps, job["steps"]) for way in ways}
+    taken = interleave(steps, job["rounds"], rotate=True)
     return {"taken": taken, "sent": sent, "parameters": ways[0].parameters}
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per way from what the ranks of a run found."""
 
     def medians(way: str, what: int) -> list[float]:
-        rounds = [rank["taken"][way] for rank in found]
-        return [statistics.median(step[what] for step in r) for each in rounds for r in each]
+        rounds = [rank["taken"][way] for rank in by_rank]
+        return [statistics.median(step[what] for step in r) for rank in rounds for r in rank]
 
     rows = []
     for way in job["ways"]:
@@ -94,9 +96,9 @@ def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, 
             added = [a - b for a, b in zip(own, plain, strict=True)]
             row[name] = round(statistics.median(own), 2)
             row[f"added_{name}"] = round(statistics.median(added), 2)
-        sent = found[0]["sent"][way]
-        row["sent_bytes"] = round(sent_bytes(sent, len(found)))
-        row |= {"collectives": len(sent), "parameters": found[0]["parameters"]}
+        sent = by_rank[0]["sent"][way]
+        row["sent_bytes"] = round(sent_bytes(sent, len(by_rank)))
+        row |= {"collectives": len(sent), "parameters": by_rank[0]["parameters"]}
         rows.append(row | about(__file__))
     return rows
 
@@ -147,8 +149,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), help="plain among them")
     parser.add_argument("--runs", type=int, default=3, help="of processes started anew")
@@ -171,8 +172,7 @@ def main() -> None:
         job["ways"] = list(dict.fromkeys(["plain", *args.ways]))
         print(f"run {run + 1}/{args.runs}", flush=True)
         new = rows_of(job, run_ranks(__file__, job, ranks=args.ranks, timeout_s=900))
-        keys = {key_of(row) for row in new}
-        rows = [row for row in rows if key_of(row) not in keys] + new
+        rows = replaced(rows, new, key_of)
         save(args.json, rows)
     print(table(rows))
 

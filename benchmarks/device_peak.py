@@ -17,14 +17,20 @@ def peak_of_step(step: Callable[[], object], kept: Iterable[torch.Tensor]) -> di
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    storages = {it.untyped_storage().data_ptr(): it.untyped_storage() for it in kept if it.is_cuda}
-    beside = torch.cuda.memory_allocated() - sum(it.nbytes() for it in storages.values())
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage()
+        for tensor in kept
+        if tensor.is_cuda
+    }
+    other_bytes = torch.cuda.memory_allocated() - sum(
+        storage.nbytes() for storage in storages.values()
+    )
     del storages
     torch.cuda.reset_peak_memory_stats()
     step()
     torch.cuda.synchronize()
     return {
-        "peak_bytes": torch.cuda.max_memory_allocated() - beside,
+        "peak_bytes": torch.cuda.max_memory_allocated() - other_bytes,
         "reserved_bytes": torch.cuda.max_memory_reserved(),
-        "beside_bytes": beside,
+        "beside_bytes": other_bytes,
     }

@@ -9,17 +9,16 @@ at one four times as large. What cannot be estimated says why.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import re
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
 from architectures import ARCHITECTURES, Sample
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
+from tables import markdown
 from torch.utils._pytree import tree_map_only
 
 from sn_memory.torch import TraceError, estimate
@@ -32,7 +31,9 @@ def larger(sample: Sample, times: int) -> Sample:
     """Return a sample of so many times the rows, the rows repeated."""
     return tree_map_only(
         torch.Tensor,
-        lambda it: it.repeat(times, *(1 for _ in it.shape[1:])) if it.dim() else it,
+        lambda tensor: (
+            tensor.repeat(times, *(1 for _ in tensor.shape[1:])) if tensor.dim() else tensor
+        ),
         sample,
     )
 
@@ -43,8 +44,8 @@ def row_of(name: str, times: int = 1) -> dict[str, Any]:
     times : how many times the rows of its own sample
     """
     torch.manual_seed(0)
-    made = ARCHITECTURES[name]
-    model, sample = made.model(), made.sample()
+    architecture = ARCHITECTURES[name]
+    model, sample = architecture.model(), architecture.sample()
     if times > 1:
         sample = larger(sample, times)
     row: dict[str, Any] = {"architecture": name, "times": times}
@@ -63,27 +64,21 @@ def row_of(name: str, times: int = 1) -> dict[str, Any]:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a table for the docs."""
-    lines = [
-        "| network | measured, KiB | estimated, KiB | difference, % |",
-        "|---|---|---|---|",
-    ]
+    lines = []
     for row in rows:
-        name = row["architecture"] + (
-            f", {row['times']} times the batch" if row["times"] > 1 else ""
-        )
-        measured = f"{row['measured_bytes'] / 1024:,.0f}"
+        times = f", {row['times']} times the batch" if row["times"] > 1 else ""
+        line = [row["architecture"] + times, f"{row['measured_bytes'] / 1024:,.0f}"]
         if "refused" in row:
-            lines.append(f"| {name} | {measured} | refused | |")
-            continue
-        estimated = f"{row['estimated_bytes'] / 1024:,.0f}"
-        lines.append(f"| {name} | {measured} | {estimated} | {row['over'] * 100:+.2f} |")
-    return "\n".join(lines)
+            line += ["refused", ""]
+        else:
+            line += [f"{row['estimated_bytes'] / 1024:,.0f}", f"{row['over'] * 100:+.2f}"]
+        lines.append(line)
+    return markdown(("network", "measured, KiB", "estimated, KiB", "difference, %"), lines)
 
 
 def main() -> None:
     """Measure all and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--only", nargs="*", default=list(ARCHITECTURES))
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -97,9 +92,7 @@ def main() -> None:
             rows.append(row_of(name, times))
             print(rows[-1], flush=True)
     print(table(rows))
-    if options.json:
-        found = {"machine": machine(), "commit": commit(), "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    save(options.json, origin() | {"rows": rows})
 
 
 if __name__ == "__main__":

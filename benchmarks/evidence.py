@@ -51,10 +51,10 @@ ENVIRONMENT = {
 
 def tree() -> Path:
     """Return the root of the tree that is measured; its benchmarks are imported from here on."""
-    found = find_spec("sn_memory")
-    if found is None or found.origin is None:
+    spec = find_spec("sn_memory")
+    if spec is None or spec.origin is None:
         raise SystemExit("there is no sn_memory; name the tree to freeze in PYTHONPATH.")
-    root = Path(found.origin).resolve().parents[1]
+    root = Path(spec.origin).resolve().parents[1]
     folder = str(root / "benchmarks")
     if folder not in sys.path and Path(folder).is_dir():
         sys.path.insert(0, folder)
@@ -63,11 +63,13 @@ def tree() -> Path:
 
 def sources(root: Path, package: str) -> str:
     """Return a digest of all that decides what a package does: its Python, C++ and extensions."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     patterns = (f"{package}/**/*.py", "csrc/**/*", f"{package}/*.so")
-    for path in sorted(it for pattern in patterns for it in root.glob(pattern) if it.is_file()):
-        found.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-    return found.hexdigest()[:16]
+    for path in sorted(
+        file for pattern in patterns for file in root.glob(pattern) if file.is_file()
+    ):
+        digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def about(root: Path, package: str) -> dict[str, Any]:
@@ -149,7 +151,7 @@ def freeze_section(
                 f"{path} is of other sources ({file['commit']}); take another folder, or freeze "
                 "it anew without --resume."
             )
-        file["rows"] = [it for it in file["rows"] if it["unit"] in file["units"]]
+        file["rows"] = [row for row in file["rows"] if row["unit"] in file["units"]]
     wanted = list(units or unit_names(name, everything=args.all))
     crashed = 0
     for number, unit in enumerate(wanted, 1):
@@ -181,9 +183,9 @@ def freeze_section(
 def save(path: Path, file: dict[str, Any]) -> None:
     """Write a file whole or not at all: a freeze may be stopped at any moment."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".part")
-    beside.write_text(json.dumps(file, indent=1) + "\n", "utf-8")
-    beside.replace(path)
+    draft = path.with_suffix(".part")
+    draft.write_text(json.dumps(file, indent=1) + "\n", "utf-8")
+    draft.replace(path)
 
 
 def freeze(args: argparse.Namespace) -> int:
@@ -199,7 +201,7 @@ def freeze(args: argparse.Namespace) -> int:
 
 def compare(args: argparse.Namespace) -> int:
     """Print what differs between two folders; 1 if anything is worse."""
-    patterns = [re.compile(it) for it in args.explained]
+    patterns = [re.compile(pattern) for pattern in args.explained]
     total = 0
     for name in args.sections or SECTIONS:
         paths = [folder / f"{name}.json" for folder in (args.before, args.after)]
@@ -219,7 +221,7 @@ def compare(args: argparse.Namespace) -> int:
             before["rows"], after["rows"], rules.rules, rules.section_rules
         ):
             line = f"{name}: {key + ': ' if key else ''}{finding.what}"
-            explained = finding.worse and any(it.search(line) for it in patterns)
+            explained = finding.worse and any(pattern.search(line) for pattern in patterns)
             mark = "explained " if explained else "WORSE " if finding.worse else ""
             worse += mark == "WORSE "
             differ += mark != "WORSE "
@@ -242,8 +244,8 @@ def main(argv: list[str]) -> int:
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("--explained", nargs="+", default=[], metavar="PATTERN")
-    for it in (freezing, comparing):
-        it.add_argument("--sections", nargs="+", choices=list(SECTIONS))
+    for subparser in (freezing, comparing):
+        subparser.add_argument("--sections", nargs="+", choices=list(SECTIONS))
     commands.add_parser("list", help="name the sections")
     # What `freeze` runs in processes of their own.
     for command in ("units", "rows"):
@@ -265,7 +267,7 @@ def main(argv: list[str]) -> int:
     tree()
     section = SECTIONS[args.section]
     if args.command == "units":
-        say("units", [list(it) for it in section.units()])
+        say("units", [list(unit) for unit in section.units()])
         return 0
     for row in section.rows(args.unit):
         say("row", row)

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 from evidence_ranks import GLOO, bits
-from evidence_rules import modules, not_above, same, same_numbers, told
+from evidence_rules import modules, not_above, reported, same, same_numbers
 from evidence_sections import Rows, Section
 
 HERE = Path(__file__).resolve().parent
@@ -73,13 +73,13 @@ def golden_rows(unit: str) -> Rows:
         kind = entry.get("codec")
         if kind and not _is_known(kind):
             continue
-        made = codec(kind, **plain) if kind else FFTCodec(**plain)
+        instance = codec(kind, **plain) if kind else FFTCodec(**plain)
         bad = {int(at): float(value) for at, value in entry.get("non_finite", {}).items()}
-        payload = made.encode(make.vector(entry["n"], bad))
+        payload = instance.encode(make.vector(entry["n"], bad))
         yield {
             "key": name,
             "file": hashlib.sha256(data).hexdigest()[:16],
-            "decoded": bits([made.decode(Payload.from_bytes(data))]),
+            "decoded": bits([instance.decode(Payload.from_bytes(data))]),
             "body": hashlib.sha256(payload.body.tobytes()).hexdigest()[:16],
         }
 
@@ -109,7 +109,10 @@ def encoding_rows(unit: str) -> Rows:
     noise = rng.standard_normal(100_000, dtype=np.float32)
     smooth = np.cumsum(rng.standard_normal(70_001, dtype=np.float32)) / np.float32(100)
     asked = {"lowrank": {"shape": (250, 400)}, "bounded": {"bound": 0.05}}.get(unit, {})
-    settings: list[dict[str, Any]] = [asked, *(asked | {"preset": it} for it in presets(unit))]
+    settings: list[dict[str, Any]] = [
+        asked,
+        *(asked | {"preset": preset} for preset in presets(unit)),
+    ]
     if unit == "fft":
         settings += [
             {"span": 64, "bits": 4, "mantissa": 1}, {"block": None}, {"positions": "bitmap"},
@@ -120,9 +123,9 @@ def encoding_rows(unit: str) -> Rows:
         for name, vector in (("noise", noise), ("smooth", smooth)):
             if "shape" in chosen and name == "smooth":
                 continue
-            made = codec(unit, **chosen)
-            payload = made.encode(vector)
-            decoded = made.decode(payload)
+            instance = codec(unit, **chosen)
+            payload = instance.encode(vector)
+            decoded = instance.decode(payload)
             error = np.linalg.norm(decoded.astype(np.float64) - vector) / np.linalg.norm(vector)
             yield {
                 "key": f"{unit} {chosen or ''} of {name}",
@@ -138,19 +141,19 @@ def encoding_rows(unit: str) -> Rows:
 
 
 def _seam_units() -> tuple[Sequence[str], Sequence[str]]:
-    found = ["ddp 2", "ddp 3", "fsdp 2", "gossip 2"]
+    units = ["ddp 2", "ddp 3", "fsdp 2", "gossip 2"]
     if importlib.util.find_spec("horovod"):
-        found += ["horovod 2", "horovod 3"]
+        units += ["horovod 2", "horovod 3"]
         if importlib.util.find_spec("tensorflow"):
-            found += ["tape 2", "keras 2", "keras_gossip 2"]
-    return found, found
+            units += ["tape 2", "keras 2", "keras_gossip 2"]
+    return units, units
 
 
 def seam_rows(unit: str) -> Rows:
     """A tiny net after 50 steps of each class: bits, what a report says, what was sent."""
     seam, ranks = unit.rsplit(" ", 1)
-    found = run_seam(seam, int(ranks))
-    for rows in zip(*found, strict=True):
+    by_rank = run_seam(seam, int(ranks))
+    for rows in zip(*by_rank, strict=True):
         own = [row["bits"] for row in rows]
         extra = {"ranks_bits": own} if seam in APART else {"equal": len(set(own)) == 1}
         yield {**rows[0], **extra, "key": f"{unit}, {rows[0]['key']}"}
@@ -161,8 +164,8 @@ def run_seam(seam: str, ranks: int) -> list[list[dict[str, Any]]]:
     if seam in GLOO:
         from ddp_ranks import run_ranks
 
-        found = run_ranks(str(RANKS), {"seam": seam}, ranks=ranks, timeout_s=LIMIT_S)
-        return [it["rows"] for it in found]
+        by_rank = run_ranks(str(RANKS), {"seam": seam}, ranks=ranks, timeout_s=LIMIT_S)
+        return [rank["rows"] for rank in by_rank]
     # Not fused: what is summed together, and so in which order, depends on when it came.
     env = os.environ | {"HOROVOD_FUSION_THRESHOLD": "0"}
     with tempfile.TemporaryDirectory() as folder:
@@ -172,7 +175,7 @@ def run_seam(seam: str, ranks: int) -> list[list[dict[str, Any]]]:
         if run.returncode:
             raise RuntimeError(f"{seam}: {(run.stdout + run.stderr)[-3000:]}")
         files = [Path(folder) / f"rank{rank}.json" for rank in range(ranks)]
-        return [json.loads(it.read_text("utf-8"))["rows"] for it in files]
+        return [json.loads(file.read_text("utf-8"))["rows"] for file in files]
 
 
 def _two_ranks(seam: str) -> Callable[[str], Rows]:
@@ -193,7 +196,7 @@ COMPRESS_SECTIONS: dict[str, Section] = {
     ),
     "compress_calls": Section(
         "calls from DDP's hook to arithmetic", _one_unit, _two_ranks("depth"),
-        (not_above("depth"), told("stack")), package="sn_compress",
+        (not_above("depth"), reported("stack")), package="sn_compress",
     ),
     "compress_golden": Section(
         "golden payloads", _golden_units, golden_rows,

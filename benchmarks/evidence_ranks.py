@@ -40,10 +40,10 @@ def compression(name: str) -> Any:
 
 def bits(parts: Any) -> str:
     """Return a digest of the float32 bits of arrays."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for part in parts:
-        found.update(np.ascontiguousarray(part, dtype="<f4").tobytes())
-    return found.hexdigest()[:16]
+        digest.update(np.ascontiguousarray(part, dtype="<f4").tobytes())
+    return digest.hexdigest()[:16]
 
 
 def numbers(report: dict[str, Any]) -> dict[str, float]:
@@ -112,7 +112,7 @@ def torch_sgd(model: Any) -> Any:
 def torch_bits(model: Any) -> str:
     """Return the digest of a model's parameters, those of this rank if they are sharded."""
     local = [getattr(p.detach(), "to_local", p.detach)() for p in model.parameters()]
-    return bits(it.numpy() for it in local)
+    return bits(tensor.numpy() for tensor in local)
 
 
 def hooked(name: str) -> tuple[Any, Any, Any]:
@@ -205,7 +205,7 @@ def closure() -> Rows:
 
     model, wrapped, _ = hooked("low rank")
     _three_steps(model, wrapped, dist.get_rank())
-    ours = sorted(it for it in sys.modules if it.partition(".")[0].startswith("sn_"))
+    ours = sorted(name for name in sys.modules if name.partition(".")[0].startswith("sn_"))
     yield {"key": "DDP, low rank, three steps", "count": len(ours), "modules": ours}
 
 
@@ -291,7 +291,7 @@ def tape() -> Rows:
                 key: tf.Variable(rng.standard_normal(shape) / 10, dtype=tf.float32, name=key)
                 for key, shape in shapes.items()
             }
-            speeds = [tf.Variable(tf.zeros_like(it)) for it in net.values()]
+            speeds = [tf.Variable(tf.zeros_like(variable)) for variable in net.values()]
 
             def step(x: Any, y: Any, net: Any = net, speeds: Any = speeds, cls: Any = cls) -> None:
                 with hvd.DistributedGradientTape(tf.GradientTape(), compression=cls) as tape:
@@ -309,7 +309,7 @@ def tape() -> Rows:
                 run(tf.constant(xs[at : at + 8]), tf.constant(ys[at : at + 8]))
             yield {
                 "key": f"{name}, {'traced' if traced else 'eager'}",
-                "bits": bits(it.numpy() for it in net.values()),
+                "bits": bits(variable.numpy() for variable in net.values()),
                 "report": numbers(memory_of(cls).report()),
             }
 
@@ -366,7 +366,7 @@ def keras_gossip() -> Rows:
         yield {"key": name, "bits": bits(model.get_weights())}
 
 
-GLOO = {it.__name__: it for it in (ddp, fsdp, gossip, closure, depth)}
+GLOO = {function.__name__: function for function in (ddp, fsdp, gossip, closure, depth)}
 HOROVOD: dict[str, tuple[Callable[[], Rows], str]] = {
     "horovod": (horovod, "horovod.torch"),
     "tape": (tape, "horovod.tensorflow"),

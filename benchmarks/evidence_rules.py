@@ -95,8 +95,8 @@ def same_numbers(field: str, part: float = 1e-9) -> Rule:
     return rule
 
 
-def told(field: str) -> Rule:
-    """Return the rule that a difference is told, and never worse."""
+def reported(field: str) -> Rule:
+    """Return the rule that a difference is reported, and never worse."""
 
     def rule(before: Row, after: Row) -> Iterator[Finding]:
         old, new = before.get(field), after.get(field)
@@ -126,17 +126,17 @@ def same_plan(before: Row, after: Row) -> Iterator[Finding]:
         return
     fields = ["peak_bytes"] if before.get("refused") else ["peak_bytes", "seconds"]
     ended = before["ended"]
-    found = [
+    findings = [
         finding
         for field in fields
         for finding in not_above(field, 1e-9 if ended else CUT)(before, after)
     ]
     chosen = before.get("choices") == after.get("choices")
-    if ended and not chosen and not found:
+    if ended and not chosen and not findings:
         yield Finding(True, "other choices of the same peak and seconds")
     elif not chosen:
         yield Finding(False, "other choices")
-    yield from found
+    yield from findings
 
 
 def same_height(before: Row, after: Row) -> Iterator[Finding]:
@@ -215,7 +215,9 @@ def _numbers(
 
 
 def _change(old: Any, new: Any) -> str:
-    numbers = all(isinstance(it, int | float) and not isinstance(it, bool) for it in (old, new))
+    numbers = all(
+        isinstance(value, int | float) and not isinstance(value, bool) for value in (old, new)
+    )
     if numbers and old:
         return f"{old:.6g} -> {new:.6g} ({new / old - 1:+.2%})"
     return f"{old} -> {new}"

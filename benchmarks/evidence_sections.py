@@ -33,9 +33,9 @@ from evidence_rules import (
     not_above,
     not_below,
     not_below_part,
+    reported,
     same_height,
     same_plan,
-    told,
 )
 
 Rows = Iterator[dict[str, Any]]
@@ -132,14 +132,14 @@ def plan_columns(plan: Any, limit_s: float, *, named: bool) -> dict[str, Any]:
         choices is of their techniques and bytes
     """
     chosen = sorted(
-        [it.storage if named else it.bytes, it.technique]
-        for it in plan.decisions
-        if it.technique != "keep"
+        [decision.storage if named else decision.bytes, decision.technique]
+        for decision in plan.decisions
+        if decision.technique != "keep"
     )
     return {
         "choices": digest(chosen),
         "chosen": len(chosen),
-        "actions": digest([list(it) for it in plan.actions]),
+        "actions": digest([list(action) for action in plan.actions]),
         "peak_bytes": plan.peak_bytes,
         "baseline_peak_bytes": plan.baseline_peak_bytes,
         "budget_bytes": plan.budget_bytes,
@@ -214,10 +214,10 @@ def _loss(outputs: Any) -> Any:
     if getattr(outputs, "loss", None) is not None:
         return outputs.loss
     # What libraries return by name is a dictionary, its first tensor the output of the model.
-    given = list(outputs.values()) if isinstance(outputs, dict) else outputs
-    while isinstance(given, list | tuple):
-        given = next(it for it in given if isinstance(it, torch.Tensor | list | tuple))
-    return given.float().pow(2).mean() if given.dim() else given
+    output = list(outputs.values()) if isinstance(outputs, dict) else outputs
+    while isinstance(output, list | tuple):
+        output = next(part for part in output if isinstance(part, torch.Tensor | list | tuple))
+    return output.float().pow(2).mean() if output.dim() else output
 
 
 def _step(run: Any, model: Any, sample: Any, state: Any) -> str:
@@ -229,13 +229,13 @@ def _step(run: Any, model: Any, sample: Any, state: Any) -> str:
     torch.manual_seed(1)
     loss = _loss(run(**sample) if isinstance(sample, dict) else run(sample))
     loss.backward()
-    found = hashlib.sha256(loss.detach().numpy().tobytes())
-    for name, it in model.named_parameters():
-        found.update(name.encode())
-        if it.grad is not None:
-            found.update(it.grad.detach().contiguous().view(-1).view(torch.uint8).numpy())
+    sha = hashlib.sha256(loss.detach().numpy().tobytes())
+    for name, parameter in model.named_parameters():
+        sha.update(name.encode())
+        if parameter.grad is not None:
+            sha.update(parameter.grad.detach().contiguous().view(-1).view(torch.uint8).numpy())
     model.zero_grad(set_to_none=True)
-    return found.hexdigest()[:16]
+    return sha.hexdigest()[:16]
 
 
 def of_process(**values: Any) -> None:
@@ -274,17 +274,17 @@ def torch_plan_rows(unit: str) -> Rows:
             if planned is None:
                 yield row | refusal
                 continue
-            made = planned.sn_memory
-            found = _step(planned, model, sample, state)
-            if made.plan is not None and hasattr(made.plan, "actions"):
-                row |= plan_columns(made.plan, TORCH_LIMIT_S, named=False)
+            record = planned.sn_memory
+            result = _step(planned, model, sample, state)
+            if record.plan is not None and hasattr(record.plan, "actions"):
+                row |= plan_columns(record.plan, TORCH_LIMIT_S, named=False)
             else:
                 # Modules are chosen by what was measured: no plan to be compared.
-                row |= {"peak_bytes": made.plan.peak_bytes, "seconds": None, "ended": False}
+                row |= {"peak_bytes": record.plan.peak_bytes, "seconds": None, "ended": False}
             yield row | {
-                "backend": made.backend,
-                "planned": found,
-                "equal": found == plain,
+                "backend": record.backend,
+                "planned": result,
+                "equal": result == plain,
                 "repeats": repeats,
             }
 
@@ -327,13 +327,13 @@ def tensorflow_rows(unit: str) -> Rows:
     """Rows of planner_architectures_tensorflow.py."""
     from planner_architectures_tensorflow import row
 
-    found = row(unit, 1)
-    ran = found["chosen"] not in ("refused", "failed")
+    measured = row(unit, 1)
+    ran = measured["chosen"] not in ("refused", "failed")
     yield {
         "key": unit,
-        **found,
-        "works": ran and (found["equal"] or found["error_relative"] <= ROUNDING),
-        "kept": ran and found["measured_bytes"] <= found["budget_bytes"],
+        **measured,
+        "works": ran and (measured["equal"] or measured["error_relative"] <= ROUNDING),
+        "kept": ran and measured["measured_bytes"] <= measured["budget_bytes"],
     }
 
 
@@ -352,9 +352,9 @@ def compiled_rows(unit: str) -> Rows:
     from compiled_peaks import rows_of
 
     torch._dynamo.config.recompile_limit = 1000
-    found = rows_of(unit, (0.8, 0.6), (), 6)
-    plain_s = found[0]["step_s"]
-    for row in found[1:]:
+    measured = rows_of(unit, (0.8, 0.6), (), 6)
+    plain_s = measured[0]["step_s"]
+    for row in measured[1:]:
         peak = row["peak_bytes"]
         yield {
             "key": f"{unit} at {row['setting']}",
@@ -436,7 +436,7 @@ def planning_rows(unit: str) -> Rows:
 
 def step_rows(unit: str) -> Rows:
     """Seconds of a planned step over those of the plain one, which take turns."""
-    from pairs import paired
+    from tuned import paired
 
     model, sample = _torch_net(unit)
     planned = _planned(model, sample, "60%", backend="graph")
@@ -453,13 +453,13 @@ def step_rows(unit: str) -> Rows:
     ways = seconds(model), seconds(planned)
     for way in ways:
         way()
-    found = paired(*ways, pairs=PAIRS, steps=STEPS, mean=lambda it: it)
+    timed = paired(*ways, pairs=PAIRS, steps=STEPS, mean=lambda value: value)
     yield {
         "key": unit,
-        "over_plain": found["tuned_over_plain"],
-        "over_plain_cpu": found["tuned_over_plain_cpu"],
-        "plain_cpu_s": found["plain_cpu_s"],
-        "quartiles_cpu": [found["lower_quartile_cpu"], found["upper_quartile_cpu"]],
+        "over_plain": timed["tuned_over_plain"],
+        "over_plain_cpu": timed["tuned_over_plain_cpu"],
+        "plain_cpu_s": timed["plain_cpu_s"],
+        "quartiles_cpu": [timed["lower_quartile_cpu"], timed["upper_quartile_cpu"]],
     }
 
 
@@ -470,15 +470,19 @@ def _closure_units() -> tuple[Sequence[str], Sequence[str]]:
 def closure_rows(unit: str) -> Rows:
     """Our modules in a process that made one plan by graph and ran one step."""
     {"torch": _one_torch_step, "tensorflow": _one_tensorflow_step}[unit]()
-    found = sorted(it for it in sys.modules if it.partition(".")[0] in PACKAGES)
-    yield {"key": f"{unit}, one plan by graph and one step", "count": len(found), "modules": found}
+    loaded = sorted(name for name in sys.modules if name.partition(".")[0] in PACKAGES)
+    yield {
+        "key": f"{unit}, one plan by graph and one step",
+        "count": len(loaded),
+        "modules": loaded,
+    }
 
 
 def _one_torch_step() -> None:
     torch = importlib.import_module("torch")
     plan = importlib.import_module("sn_memory.torch").plan
     of_process(progress=False)
-    layers = [it for _ in range(4) for it in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
+    layers = [layer for _ in range(4) for layer in (torch.nn.Linear(64, 64), torch.nn.Tanh())]
     model, sample = torch.nn.Sequential(*layers), torch.randn(512, 64)
     planned = plan(model, sample, "90%", backend="graph", **accepted(plan, {"progress": False}))
     planned(sample).square().mean().backward()
@@ -503,25 +507,28 @@ SECTIONS: dict[str, Section] = {
         "modules imported", _closure_units, closure_rows, (modules,)
     ),
     "plans": Section(
-        "plans of graphs", _graph_units, plan_rows, (same_plan, told("actions"))
+        "plans of graphs", _graph_units, plan_rows, (same_plan, reported("actions"))
     ),
     "pool": Section("heights of packings", _pool_units, pool_rows, (same_height,)),
     "torch_plans": Section(
         "plans of torch models and their gradients", _torch_units, torch_plan_rows,
-        (same_plan, holds("equal"), told("backend"), told("plain"), told("baseline_peak_bytes")),
+        (
+            same_plan, holds("equal"), reported("backend"), reported("plain"),
+            reported("baseline_peak_bytes"),
+        ),
     ),
     "architectures": Section(
         "architectures in torch", _architecture_units, architecture_rows,
         (
-            holds("works"), holds("equal"), holds("kept"), told("chosen"),
-            told("predicted_bytes"), told("measured_bytes"),
+            holds("works"), holds("equal"), holds("kept"), reported("chosen"),
+            reported("predicted_bytes"), reported("measured_bytes"),
         ),
     ),
     "architectures_tensorflow": Section(
         "architectures in TensorFlow", _tensorflow_units, tensorflow_rows,
         (
-            holds("works"), holds("kept"), told("chosen"), told("equal"),
-            told("predicted_bytes"), told("measured_bytes"),
+            holds("works"), holds("kept"), reported("chosen"), reported("equal"),
+            reported("predicted_bytes"), reported("measured_bytes"),
         ),
     ),
     "depth": Section(
@@ -544,7 +551,7 @@ SECTIONS: dict[str, Section] = {
     ),
     "compiled": Section(
         "compiled steps", _compiled_units, compiled_rows,
-        (holds("kept"), not_above("peak_bytes", CUT), told("predicted_bytes")),
+        (holds("kept"), not_above("peak_bytes", CUT), reported("predicted_bytes")),
         (median_not_above("over_plain", 0.02),), timed=True, limit_s=7200.0,
     ),
 }  # fmt: skip

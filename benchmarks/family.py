@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from gradients import load
-from machine import commit, machine
+from machine import origin
 from rivals.codecs import codec as codec_of
 
 from sn_compress.text_table import text_table
@@ -68,7 +68,7 @@ def median_s(run: Callable[[], object], repeat: int) -> float:
 
 def rows(repeat: int = 3) -> list[dict[str, Any]]:
     """One row per method, preset and input."""
-    found = []
+    measured = []
     for source, tensor in inputs().items():
         vector = tensor.reshape(-1)
         n = vector.size
@@ -88,7 +88,7 @@ def rows(repeat: int = 3) -> list[dict[str, Any]]:
                 return codec.decode(payload)
 
             encode_s, decode_s = median_s(encode, repeat), median_s(decode, repeat)
-            found.append(
+            measured.append(
                 {
                     "source": source,
                     "method": method,
@@ -104,18 +104,17 @@ def rows(repeat: int = 3) -> list[dict[str, Any]]:
                     "decode_gb_s": 4 * n / decode_s / 1e9,
                     "encode_percent_of_copy": 100 * copy_s / encode_s,
                     "decode_percent_of_copy": 100 * copy_s / decode_s,
-                    "commit": commit(),
-                    "machine": machine(),
+                    **origin(),
                 }
             )
-    return found
+    return measured
 
 
-def table(found: list[dict[str, Any]]) -> str:
+def table(measured: list[dict[str, Any]]) -> str:
     """The rows as people read them."""
     lines = []
-    for source in dict.fromkeys(row["source"] for row in found):
-        group = [row for row in found if row["source"] == source]
+    for source in dict.fromkeys(row["source"] for row in measured):
+        group = [row for row in measured if row["source"] == source]
         head = ("method", "bytes", "ratio", "NMSE", "encode GB/s", "decode GB/s", "% of copy")
         cells = [
             [

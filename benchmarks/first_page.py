@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from models import resnet
-from pays import said
-from training_rows import load
+from pays import predicted_step
+from pictures import pyplot
+from rows_file import load
 
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = ROOT / "benchmarks/results/pays.json"
@@ -44,19 +45,19 @@ def curve_of(model: Any, images: torch.Tensor) -> tuple[list[tuple[float, int]],
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
         ) -> Any:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            found.append((time.process_time() - start, self.live_bytes))
+            curve.append((time.process_time() - start, self.live_bytes))
             return result
 
-    found: list[tuple[float, int]] = []
+    curve: list[tuple[float, int]] = []
     held = [*model.parameters(), *model.buffers(), images]
     for turn in range(2):  # the first one warms up
         model.zero_grad()
-        found.clear()
+        curve.clear()
         start = time.process_time()
         with Timeline(held) as tracker:
             model(images).sum().backward()
         del turn
-    return found, tracker.peak_bytes
+    return curve, tracker.peak_bytes
 
 
 def measure() -> None:
@@ -72,24 +73,21 @@ def measure() -> None:
     for way in ("plain", "planned"):
         if way == "planned":
             model = sn_memory.torch.plan(model, images, BUDGET, planner="auto")
-        found, peak = curve_of(model, images)
-        width = max(1, len(found) // POINTS)
+        points, peak = curve_of(model, images)
+        width = max(1, len(points) // POINTS)
         thin = [
-            max(found[i : i + width], key=lambda at: at[1]) for i in range(0, len(found), width)
+            max(points[i : i + width], key=lambda at: at[1]) for i in range(0, len(points), width)
         ]
-        row = {"way": way, "peak_bytes": peak, "seconds": found[-1][0], "calls": len(found)}
+        row = {"way": way, "peak_bytes": peak, "seconds": points[-1][0], "calls": len(points)}
         curve = [(round(at, 4), size) for at, size in thin]
         rows.append(row | {"curve": curve, "budget": BUDGET, "batch": BATCH})
-        rows[-1] |= {"commit": commit(), "machine": machine()}
-        print(f"{way}: {peak / 2**20:,.0f} MiB, {found[-1][0]:.2f} s")
+        rows[-1] |= origin()
+        print(f"{way}: {peak / 2**20:,.0f} MiB, {points[-1][0]:.2f} s")
     MEMORY.write_text(json.dumps(rows) + "\n")
 
 
 def _axes(width: float, high: float) -> Any:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     # Large, as a phone shows the picture a third as wide.
     plt.rcParams.update({"font.size": 17, "axes.spines.top": False, "axes.spines.right": False})
@@ -107,7 +105,7 @@ def draw_step(to: Path) -> None:
         axes.text(0, place - 0.75, f"{title}, 2 ranks, 1 Gbit/s", fontweight="bold")
         for way, name in NAMES.items():
             row = own[way]
-            computing, codec = row["compute_s"], said(row).codec_s
+            computing, codec = row["compute_s"], predicted_step(row).codec_s
             parts = [computing, codec, max(row["step_s"] - computing - codec, 0)]
             left = 0.0
             for seconds, colour in zip(parts, (GREY, ORANGE, BLUE), strict=True):

@@ -10,16 +10,14 @@ norms of the gradient. Two minutes of one core.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from nets import NETS, UNSEEN_NETS, fashion_mnist
+from rows_file import flags, save
 from simulated import Floats, rank_gradients, sum_in_order
 
 from sn_compress.allreduce.bucket import Bucket
@@ -44,7 +42,7 @@ class Followed:
         self.states = [self.bucket.begin(state, [mean.reshape(self.shape)])] * RANKS
         self.memories = [np.zeros(self.shape, np.float32)] * RANKS
         self.sent: list[float] = []
-        self.owed: list[float] = []
+        self.residuals: list[float] = []
 
     def step(self, gradients: Sequence[Floats]) -> None:
         """One step of all ranks."""
@@ -69,7 +67,7 @@ class Followed:
         self.memories = [end.residuals[0] for end in ends]
         left = np.square(mean - ends[0].mean[0]).sum()
         self.sent.append(1 - left / np.square(mean).sum())
-        self.owed.append(math.sqrt(left / np.square(np.mean(gradients, axis=0)).sum()))
+        self.residuals.append(math.sqrt(left / np.square(np.mean(gradients, axis=0)).sum()))
 
     def row(self) -> dict[str, Any]:
         """What came of it."""
@@ -80,7 +78,7 @@ class Followed:
             "directions": self.part.sizes[0],  # type: ignore[attr-defined]
             "words": sum(self.bucket.words(RANKS)),
             "sent": round(float(np.mean(self.sent[half:])), 3),
-            "owed": round(float(np.mean(self.owed[half:])), 2),
+            "owed": round(float(np.mean(self.residuals[half:])), 2),
         }
 
 
@@ -114,33 +112,33 @@ def follow(net_name: str, directions: Sequence[int], steps: int) -> list[dict[st
         x = images[rows].view(RANKS, BATCH, *images.shape[1:])
         gradients, _ = rank_gradients(net, x, labels[rows].view(RANKS, BATCH))
         for at, (name, parameter) in enumerate(net.named_parameters()):
-            own = [each[at] for each in gradients]
+            own = [rank[at] for rank in gradients]
             mean = np.mean(own, axis=0, dtype=np.float32)
             if step == BEFORE and parameter.numel() >= 1024:
-                made = [both(name, tuple(parameter.shape), each, mean) for each in directions]
-                followed[at] = [one for pair in made for one in pair]
+                pairs = [
+                    both(name, tuple(parameter.shape), direction, mean) for direction in directions
+                ]
+                followed[at] = [one for pair in pairs for one in pair]
             for one in followed.get(at, []):
                 one.step(own)
             parameter.grad = torch.from_numpy(mean).view(parameter.shape)
         for group in optimizer.param_groups:
             group["lr"] = rate * min(1, (step + 1) / 50)
         optimizer.step()
-    return [{"net": net_name} | one.row() for each in followed.values() for one in each]
+    return [{"net": net_name} | one.row() for group in followed.values() for one in group]
 
 
 def main() -> None:
     """Measure, and print a line for each tensor and part."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--net", default="cnn", choices=MAKE)
     parser.add_argument("--directions", type=int, nargs="+", default=[1, 3], help="of low rank")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = follow(args.net, args.directions, args.steps)
     for row in rows:
         print(*(f"{key} {value}" for key, value in row.items()), sep=", ")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

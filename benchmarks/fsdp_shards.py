@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import about, as_rank, measured, run_ranks
 from language import VOCABULARY, batch
+from rows_file import flags, load, save
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from training_rows import load, save
 
 import sn_memory.torch
 from sn_compress.text_table import text_table
@@ -130,8 +130,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def parser_of(doc: str | None, results: Path, ways: Iterable[str]) -> argparse.ArgumentParser:
     """The arguments of a bench that trains each way with each seed."""
-    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=results, help="rows go there")
+    parser = flags(doc, results)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
@@ -155,8 +154,8 @@ def rows_by_seed(
             if measured(rows, job):
                 continue
             print(f"{way}, seed {seed}", file=sys.stderr, flush=True)
-            found = run_ranks(script, job, ranks=RANKS, timeout_s=3600)
-            rows.append(job | found[0] | about(script))
+            by_rank = run_ranks(script, job, ranks=RANKS, timeout_s=3600)
+            rows.append(job | by_rank[0] | about(script))
             save(args.json, rows)
     return rows
 

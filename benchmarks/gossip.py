@@ -13,7 +13,6 @@ and draws docs/gossip.png.
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import time
@@ -25,11 +24,11 @@ from typing import Any
 import gossip_report as report
 import numpy as np
 import torch
-from accuracy import load, save
 from local_peers import Hall, LocalPeers
-from machine import commit, machine
+from machine import origin
 from nets import NETS, fashion_mnist
 from rivals.codecs import codec
+from rows_file import flags, interruptible, load, missing, path_of, save
 from study import learning_rate
 
 import sn_compress
@@ -176,8 +175,7 @@ def plan(
 
 def main() -> None:
     """Do the runs that are missing, then write what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, 4 ranks, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
@@ -187,27 +185,21 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
     args = parser.parse_args()
-    path = args.json or (ROOT / "benchmarks/out/gossip.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     runs = plan(args.methods, args.seeds, args.ranks, args.steps, args.pull)
     if args.quick:
         runs = plan(list(METHODS), [0], [4], 20)
     rows = [] if args.quick else load(path)
     fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in rows}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
-    about = {"commit": commit(), "machine": machine()}
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    about = origin()
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for row in pool.imap_unordered(train, missing):
+        for row in pool.imap_unordered(train, missing(runs, rows)):
             rows.append(row | about)
             save(path, rows)
-            told = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
-            print(" ".join(told), f"{row['distance'][-1]:.4f} ({row['seconds']} s)", flush=True)
+            cells = [str(row[f]) for f in (*fields, "ratio", "accuracy", "worker_accuracy")]
+            print(" ".join(cells), f"{row['distance'][-1]:.4f} ({row['seconds']} s)", flush=True)
     report.publish(rows, path, RESULTS, args.png)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

@@ -17,12 +17,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from _study_report import put_into
 from gossip_report import PAGE
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
-from tables import markdown
-from training_rows import load, save
+from tables import markdown, put_into
 from training_runs import plain_s, say
 
 from sn_compress.prediction.cost import layers
@@ -34,16 +33,15 @@ KEYS = ("model", "method", "ranks", "gbit", "rho", "slow", "steps")
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags."""
-    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    flags.add_argument("--model", default="resnet50")
-    flags.add_argument("--ranks", type=int, default=4)
-    flags.add_argument("--gbit", type=float, default=0.1)
-    flags.add_argument("--rho", type=float, nargs="+", default=[1.0, 2.56])
-    flags.add_argument("--slow", type=float, nargs="+", default=[1.0, 1.5])
-    flags.add_argument("--steps", type=int, default=4, help="timed ones, two go before")
-    flags.add_argument("--json", type=Path, help="rows go there and are continued there")
-    flags.add_argument("--timeout", type=float, default=3600)
-    return flags.parse_args(argv)
+    parser = flags(__doc__)
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--gbit", type=float, default=0.1)
+    parser.add_argument("--rho", type=float, nargs="+", default=[1.0, 2.56])
+    parser.add_argument("--slow", type=float, nargs="+", default=[1.0, 1.5])
+    parser.add_argument("--steps", type=int, default=4, help="timed ones, two go before")
+    parser.add_argument("--timeout", type=float, default=3600)
+    return parser.parse_args(argv)
 
 
 def runs_of(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -70,8 +68,7 @@ def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]
         "step_s": step_s,
         "efficiency": run["compute_s"] * run["slow"] / step_s,
         "sent_bytes": results[0]["sent_bytes"],
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
     }
 
 
@@ -94,15 +91,14 @@ def main(argv: list[str] | None = None) -> None:
 
     args = parse(argv)
     rows = load(args.json)
-    there = {tuple(row[key] for key in KEYS) for row in rows}
-    runs = [run for run in runs_of(args) if tuple(run[key] for key in KEYS) not in there]
+    existing = {tuple(row[key] for key in KEYS) for row in rows}
+    runs = [run for run in runs_of(args) if tuple(run[key] for key in KEYS) not in existing]
     say(f"{len(runs)} runs to do")
 
     def done(number: int, results: list[dict[str, Any]]) -> None:
         rows.append(row_of(runs[number], results))
         say(table(rows[-1:]).splitlines()[-1])
-        if args.json:
-            save(args.json, rows)
+        save(args.json, rows)
 
     if runs:
         try:

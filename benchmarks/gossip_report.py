@@ -7,8 +7,8 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from _study_report import put_into
-from tables import markdown
+from pictures import pyplot
+from tables import markdown, put_into
 
 PAGE = Path(__file__).resolve().parent.parent / "docs/gossip.md"
 Row = dict[str, Any]
@@ -39,7 +39,7 @@ LOOKS = {
 
 def _groups(rows: list[Row]) -> dict[tuple[int, int, str], list[Row]]:
     """Rows that differ in their seed only, by steps, ranks and name."""
-    found = defaultdict(list)
+    groups = defaultdict(list)
     order = list(LOOKS)
     for row in sorted(
         rows,
@@ -47,8 +47,8 @@ def _groups(rows: list[Row]) -> dict[tuple[int, int, str], list[Row]]:
             -r["steps"], r["ranks"], order.index(r["method"]), r["pull"], r["seed"],
         ),
     ):  # fmt: skip
-        found[row["steps"], row["ranks"], _name(row)].append(row)
-    return found
+        groups[row["steps"], row["ranks"], _name(row)].append(row)
+    return groups
 
 
 def _name(row: Row) -> str:
@@ -103,12 +103,7 @@ def table(rows: list[Row]) -> str:
 
 def picture(rows: list[Row], path: Path) -> None:
     """Consensus distance over the longest runs, a panel for each number of ranks."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(10)
     rows = [row for row in rows if row["steps"] == max(r["steps"] for r in rows)]
     counts = sorted({row["ranks"] for row in rows})
     figure, panels = plt.subplots(

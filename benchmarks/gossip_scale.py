@@ -18,8 +18,6 @@ The tables are written into docs/gossip.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -29,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _study_report import put_into
 from gossip_report import PAGE
-from machine import commit, machine
-from tables import markdown
+from machine import origin
+from pictures import pyplot
+from rows_file import flags, load, save
+from tables import markdown, put_into
 
 from sn_compress.gossip import topology
 from sn_compress.prediction.cost import BACKWARD, layers, wire_bytes
@@ -57,15 +56,15 @@ def circumstance(row: Row) -> str:
 def errors(rows: list[Row], measured: list[Row]) -> str:
     """Measured rows beside the simulation's, in Markdown; what was fitted has no error."""
     keys = ("method", "ranks", "compute_s", "slow")
-    found = {tuple(row[key] for key in keys): row for row in rows if not row["jitter"]}
+    predicted = {tuple(row[key] for key in keys): row for row in rows if not row["jitter"]}
     longest = max(row["compute_s"] for row in measured)
     lines = []
     for row in measured:
-        told = found[tuple(row[key] for key in keys)]["step_s"]
+        predicted_s = predicted[tuple(row[key] for key in keys)]["step_s"]
         fitted = row["slow"] == 1 and row["compute_s"] == longest
-        error = "fitted" if fitted else f"{100 * (told / row['step_s'] - 1):+.1f} %"
+        error = "fitted" if fitted else f"{100 * (predicted_s / row['step_s'] - 1):+.1f} %"
         slow = "none" if row["slow"] == 1 else f"{row['slow']:g}x"
-        seconds = f"{row['step_s']:.2f}", f"{told:.2f}"
+        seconds = f"{row['step_s']:.2f}", f"{predicted_s:.2f}"
         lines.append((row["method"], f"{row['compute_s']:.2f}", slow, *seconds, error))
     head = ("method", "computing, s", "slow rank", "measured, s", "simulated, s", "error")
     return markdown(head, lines)
@@ -97,12 +96,7 @@ def spread_costs(rows: list[Row]) -> float:
 
 def picture(rows: list[Row], measured: list[Row], path: Path) -> None:
     """Compute efficiency over the number of ranks; what was measured as rings."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(10)
     computing = sorted({row["compute_s"] for row in rows}, reverse=True)
     kinds = list(dict.fromkeys(circumstance(row) for row in rows))
     figure, panels = plt.subplots(
@@ -222,11 +216,11 @@ def gossip_s(seconds: Any, setting: Setting, method: str) -> float:
         leaves = np.maximum(np.maximum(ended, sent)[sources], received)
         received = leaves + link_s
         sent[sources] = received
-        begun = ended
-        ended = np.maximum(begun + seconds[step], received + setting.latency_s)
+        started = ended
+        ended = np.maximum(started + seconds[step], received + setting.latency_s)
         if "every" in method and step % 10 == 1:
             # Begun at the end of the step before; a tree of small messages there and back.
-            ended = np.maximum(ended, begun.max() + 2 * np.log2(ranks) * setting.latency_s)
+            ended = np.maximum(ended, started.max() + 2 * np.log2(ranks) * setting.latency_s)
         ended = ended + beside_s
     return (float(ended.mean()) - counted) / (steps - steps // 5)
 
@@ -279,20 +273,18 @@ def measure(gbit: float) -> float:
 
 def main() -> None:
     """Predict what was measured, then what was not."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--measure", action="store_true", help="time a message anew")
     parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()
-    measured = json.loads(MEASURED.read_text())
+    measured = load(MEASURED)
     if args.measure:
         latency_s = measure(measured[0]["gbit"])
     else:
-        latency_s = json.loads(RESULTS.read_text())[0]["latency_s"]
+        latency_s = load(RESULTS)[0]["latency_s"]
     setting = setting_of(measured, latency_s)
-    about = {"latency_s": latency_s, "steps": args.steps}
-    about |= {"commit": commit(), "machine": machine()}
+    about = {"latency_s": latency_s, "steps": args.steps, **origin()}
     start = time.perf_counter()
     rows = [
         simulate(ranks, method, compute_s, slow, jitter, setting, args.steps) | about
@@ -301,7 +293,7 @@ def main() -> None:
         for ranks in RANKS
         for method in METHODS
     ]
-    args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    save(args.json, rows)
     print(f"{setting}\n\n{errors(rows, measured)}\n\n{table(rows)}\n")
     print(f"the spread, measured every tenth step: at most {100 * spread_costs(rows):.2f} % more")
     print(f"{len(rows)} runs in {time.perf_counter() - start:.1f} s, rows: {args.json}")

@@ -11,7 +11,6 @@ The whole study also writes its table into docs/gossip.md and draws docs/gossip_
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -24,9 +23,9 @@ from pathlib import Path
 import gossip_report as report
 import nets
 import numpy as np
-from accuracy import load, save
 from gossip import BATCH, LOOKS, RATE, STEPS, Run, plan
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, interruptible, load, missing, path_of, save
 from study import learning_rate
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,7 +46,7 @@ def start(runs: Sequence[Run], path: Path) -> None:
         "looks": np.linspace(1, steps, min(LOOKS, steps)).astype(int).tolist(),
         "data": str(data),
         "rows": str(path),
-        "about": {"commit": commit(), "machine": machine()},
+        "about": origin(),
     }
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.json"
@@ -70,8 +69,7 @@ def start(runs: Sequence[Run], path: Path) -> None:
 
 def main() -> None:
     """Do the runs that are missing, then write what they say."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few steps, 2 ranks, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
@@ -79,17 +77,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--png", type=Path, help="picture of all rows there are")
     args = parser.parse_args()
-    path = args.json or (ROOT / "benchmarks/out/gossip_tensorflow.json" if args.quick else RESULTS)
+    path = path_of(args, RESULTS)
     runs = plan(args.methods, args.seeds, args.ranks, args.steps)
     if args.quick:
         path.unlink(missing_ok=True)
         runs = plan(METHODS, [0], [2], 20)
-    fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in load(path)}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    todo = missing(runs, load(path))
     for ranks in args.ranks if not args.quick else [2]:
-        if alike := [run for run in missing if run.ranks == ranks]:
+        if alike := [run for run in todo if run.ranks == ranks]:
             start(alike, path)
     rows = load(path)
     save(path, rows)
@@ -97,7 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

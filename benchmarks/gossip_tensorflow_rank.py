@@ -16,6 +16,7 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from rows_file import load, save
 
 from sn_compress.gossip import consensus_distance
 from sn_compress.tensorflow import keras as together
@@ -134,8 +135,8 @@ def accuracy(net: Any, data: tuple[Any, Any]) -> float:
         return tf.reduce_sum(tf.cast(answers == tf.cast(own, tf.int64), tf.int32))
 
     parts = [slice(start, start + 500) for start in range(0, len(images), 500)]
-    found = sum(int(right(images[part], labels[part])) for part in parts)
-    return round(100 * found / len(images), 2)
+    correct = sum(int(right(images[part], labels[part])) for part in parts)
+    return round(100 * correct / len(images), 2)
 
 
 def main() -> None:
@@ -151,21 +152,12 @@ def main() -> None:
         start = time.perf_counter()
         row = train(run, job, data)
         if hvd.rank() == 0:
-            append(rows, row | job["about"])
-            told = [str(row[key]) for key in (*run, "ratio", "accuracy", "worker_accuracy")]
+            save(rows, [*load(rows), row | job["about"]])
+            cells = [str(row[key]) for key in (*run, "ratio", "accuracy", "worker_accuracy")]
             seconds = time.perf_counter() - start
-            print(" ".join(told), f"{row['distance'][-1]:.4f} ({seconds:.0f} s)", flush=True)
+            print(" ".join(cells), f"{row['distance'][-1]:.4f} ({seconds:.0f} s)", flush=True)
         hvd.allreduce(tf.zeros(1), name="together")
     hvd.shutdown()
-
-
-def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a JSON file; it is replaced whole, so a stop leaves the old or the new."""
-    rows = json.loads(path.read_text()) if path.exists() else []
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")
-    part.write_text("[\n" + ",\n".join(map(json.dumps, [*rows, row])) + "\n]\n")
-    part.replace(path)
 
 
 if __name__ == "__main__":

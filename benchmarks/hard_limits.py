@@ -14,23 +14,20 @@ are kept; more --trials add to them.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import resource
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import save
-from limited_nets import NETS, made
-from machine import commit, machine
+from limited_nets import NETS, build
+from machine import origin
 from process_bytes import held_bytes, warm
-from resident import Watch, status
+from rows_file import flags, load, matching, save
+from trials import Watch, fresh, last_row, starved, status
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -38,7 +35,6 @@ from sn_memory import BudgetError
 ROOT = Path(__file__).resolve().parent.parent
 STEPS = 20
 _MOST = "memory.peak", "memory.max_usage_in_bytes"
-STARVED = ("allocate memory", "MemoryError", "bad_alloc", "could not create", "out of memory")
 
 
 def file_of(cgroup: str, new: str, old: str) -> Path:
@@ -71,10 +67,10 @@ def limit(most: int | None, cgroup: str) -> None:
 def trial(asked: dict[str, Any]) -> dict[str, Any]:
     """Train in this process."""
     warm()
-    model, sample = made(asked["net"])
-    there = held_bytes(model, sample)
+    model, sample = build(asked["net"])
+    resident = held_bytes(model, sample)
     base = held(asked["cgroup"])
-    row: dict[str, Any] = {"base_bytes": base, "there_bytes": there}
+    row: dict[str, Any] = {"base_bytes": base, "there_bytes": resident}
     run = model
     if asked["way"] == "planned":
         try:
@@ -86,7 +82,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
             "budget_bytes": record.budget_bytes, "process_bytes": record.process_bytes,
             "peak_bytes": record.plan.peak_bytes, "plain_bytes": record.plan.baseline_peak_bytes,
         }  # fmt: skip
-        row["limit_bytes"] = record.budget_bytes - there + record.process_bytes
+        row["limit_bytes"] = record.budget_bytes - resident + record.process_bytes
         row["limit_bytes"] += asked["scratch_bytes"]
     else:
         row["limit_bytes"] = asked["limit_bytes"]
@@ -101,7 +97,7 @@ def trial(asked: dict[str, Any]) -> dict[str, Any]:
             optimizer.zero_grad()
             steps += 1
     except (MemoryError, RuntimeError) as error:
-        if not any(it in f"{type(error).__name__}: {error}" for it in STARVED):
+        if not starved(f"{type(error).__name__}: {error}"):
             raise
         row["error"] = str(error).splitlines()[0][:160]
     row |= {"steps": steps, "step_s": (time.perf_counter() - began) / max(steps, 1)}
@@ -121,23 +117,19 @@ def run_trial(asked: dict[str, Any]) -> dict[str, Any]:
     limit(None, asked["cgroup"])
     procs = Path(asked["cgroup"], "cgroup.procs")
     enter = (lambda: procs.write_text(str(os.getpid()))) if asked["cgroup"] else None
-    done = subprocess.run(
-        [sys.executable, __file__, "--one", json.dumps(asked)],
-        env=os.environ | {"SN_MEMORY_MALLOC": "on", "OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=False, preexec_fn=enter,
-    )  # fmt: skip
+    env = {"SN_MEMORY_MALLOC": "on", "OMP_NUM_THREADS": "1"}
+    done = fresh(__file__, "--one", json.dumps(asked), env=env, enter=enter)
     if done.returncode == 0:
-        return asked | json.loads(done.stdout.splitlines()[-1])
+        return asked | last_row(done)
     # Where memory runs out inside a library, or the cgroup kills, there may be no exception.
-    if done.returncode > 0 and not any(it in done.stderr for it in STARVED):
+    if done.returncode > 0 and not starved(done.stderr):
         raise SystemExit(f"the trial {asked} failed:\n{done.stderr[-2000:]}")
     return asked | {"steps": 0, "error": f"ended with {done.returncode}"}
 
 
 def main() -> None:
     """Run the trials that are missing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/hard_limits.json")
+    parser = flags(__doc__, ROOT / "benchmarks/results/hard_limits.json")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--trials", type=int, default=2)
     parser.add_argument("--scratch", type=int, default=0, help="MiB more, for kernels' scratch")
@@ -154,18 +146,17 @@ def main() -> None:
                     "net": name, "way": way, "trial": number, "cgroup": args.cgroup,
                     "scratch_bytes": args.scratch << 20,
                 }  # fmt: skip
-                rows = json.loads(args.json.read_text()) if args.json.exists() else []
-                if any(all(row[it] == asked[it] for it in asked) for row in rows):
+                rows = load(args.json)
+                if matching(rows, asked):
                     continue
                 if way == "plain":
-                    of = asked | {"way": "planned"}
-                    ours = next(r for r in rows if all(r[it] == of[it] for it in of))
-                    if "limit_bytes" not in ours:
+                    ours = matching(rows, asked | {"way": "planned"})
+                    if ours is None or "limit_bytes" not in ours:
                         continue
                     asked["limit_bytes"] = ours["limit_bytes"]
-                row = run_trial(asked) | {"commit": commit(), "machine": machine()}
+                row = run_trial(asked) | origin()
                 save(args.json, [*rows, row])
-                mib = {it: round(row[it] / 2**20) for it in row if it.endswith("_bytes")}
+                mib = {key: round(row[key] / 2**20) for key in row if key.endswith("_bytes")}
                 end = row.get("error", "")
                 print(f"{name} {way}: {row['steps']} steps of {STEPS}, {mib} {end}", flush=True)
 

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import warnings
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import save
 from device_peak import peak_of_step
 from held_nets import NETS
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
 from tables import markdown
+from trials import fresh, last_row
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -48,13 +46,13 @@ def held_bytes(
     run_step(forward, forward, arguments, count=False)
     if device.type == "cpu":
         return {"peak_bytes": run_step(forward, forward, arguments, kernels=True).peak_bytes}
-    for it in (*model.parameters(), *tensors(arguments)):
-        it.grad = None
-    made = getattr(forward, "sn_memory", None)
+    for tensor in (*model.parameters(), *tensors(arguments)):
+        tensor.grad = None
+    record = getattr(forward, "sn_memory", None)
     kept = (*model.parameters(), *model.buffers(), *tensors(arguments))
     return peak_of_step(
         lambda: run_step(forward, forward, arguments, count=False),
-        (*kept, *(made.latest.known if made else ())),
+        (*kept, *(record.latest.known if record else ())),
     )
 
 
@@ -66,7 +64,9 @@ def rows_of(job: dict[str, Any]) -> list[dict[str, Any]]:
     device = torch.device(job["device"])
     model, sample = NETS[job["network"]]()
     model = model.to(device)
-    sample = torch.utils._pytree.tree_map_only(torch.Tensor, lambda it: it.to(device), sample)
+    sample = torch.utils._pytree.tree_map_only(
+        torch.Tensor, lambda tensor: tensor.to(device), sample
+    )
     plain = held_bytes(model, model, sample, device)
     rows = []
     with suppress(BudgetError):
@@ -121,15 +121,15 @@ def table(rows: list[dict[str, Any]]) -> str:
     """One row a network: over all of its budgets and settings the worst of each."""
     lines = []
     for name in NETS:
-        own = [it for it in rows if it["network"] == name]
+        own = [row for row in rows if row["network"] == name]
         if not own:
             continue
         first = own[0]
-        over = [100 * (it["held_bytes"] / it["promised_bytes"] - 1) for it in own]
-        kept = sum(it["held_bytes"] <= it["budget_bytes"] for it in own)
-        apart = max(
-            (abs(it[what] / it["plain_bytes"] - 1) * 100, what)
-            for it in own
+        over = [100 * (row["held_bytes"] / row["promised_bytes"] - 1) for row in own]
+        kept = sum(row["held_bytes"] <= row["budget_bytes"] for row in own)
+        worst = max(
+            (abs(row[what] / row["plain_bytes"] - 1) * 100, what)
+            for row in own
             for what in ("baseline_bytes", "estimate_bytes")
         )
         lines.append(
@@ -140,7 +140,7 @@ def table(rows: list[dict[str, Any]]) -> str:
                 f"{first['held_bytes'] / MIB:.1f}",
                 f"{min(over):+.2f} to {max(over):+.2f}",
                 f"{kept} of {len(own)}",
-                f"{apart[0]:.2f} ({apart[1].partition('_')[0]})",
+                f"{worst[0]:.2f} ({worst[1].partition('_')[0]})",
             ]
         )
     heads = [
@@ -152,8 +152,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure what the arguments ask for, and print the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--only", nargs="+", choices=[*NETS], default=[*NETS])
     parser.add_argument("--budgets", nargs="+", type=int, default=[60, 70, 80])
     parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
@@ -165,29 +164,28 @@ def main() -> None:
     if asked.job:
         print(json.dumps(rows_of(json.loads(asked.job))))
         return
-    rows: list[dict[str, Any]] = []
-    if asked.resume and asked.json and asked.json.exists():
-        rows = json.loads(asked.json.read_text())
-    there = {tuple(it[name] for name in KEY) for it in rows}
+    rows = load(asked.json) if asked.resume else []
+    measured = {tuple(row[name] for name in KEY) for row in rows}
     device = "cuda" if asked.cuda else "cpu"
     for isa in ["default"] if asked.cuda else asked.isa:
         for threads in asked.threads:
             for name in asked.only:
                 job = {"network": name, "threads": threads, "isa": isa, "device": device}
-                left = [it for it in asked.budgets if (name, threads, isa, device, it) not in there]
+                left = [
+                    budget
+                    for budget in asked.budgets
+                    if (name, threads, isa, device, budget) not in measured
+                ]
                 if not left:
                     continue
-                given = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}
-                done = subprocess.run(
-                    [sys.executable, __file__, "--job", json.dumps(job | {"budgets": left})],
-                    env={**os.environ, "OMP_NUM_THREADS": str(threads), **given},
-                    stdout=subprocess.PIPE, text=True, check=False,
-                )  # fmt: skip
+                isa_variable = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}
+                env = {"OMP_NUM_THREADS": str(threads), **isa_variable}
+                job |= {"budgets": left}
+                done = fresh(__file__, "--job", json.dumps(job), env=env)
                 if done.returncode:
-                    print(f"{name}, {threads} threads, {isa}: rc {done.returncode}", flush=True)
+                    print(f"{name}, {threads} threads, {isa}: {done.stderr[-2000:]}", flush=True)
                     continue
-                new = json.loads(done.stdout.splitlines()[-1])
-                rows += [it | {"machine": machine(), "commit": commit()} for it in new]
+                rows += [row | origin() for row in last_row(done)]
                 last = rows[-1]
                 print(
                     f"{name}, {threads} threads, {isa}: plain {last['plain_bytes'] / MIB:.1f}, "
@@ -195,8 +193,7 @@ def main() -> None:
                     f"{last['held_bytes'] / MIB:.1f} MiB",
                     flush=True,
                 )
-                if asked.json:
-                    save(asked.json, rows)
+                save(asked.json, rows)
     print(table(rows))
 
 

@@ -22,7 +22,7 @@ def _resnet50() -> tuple[nn.Module, Any]:
 
 def _vgg() -> tuple[nn.Module, Any]:
     net = vgg16()
-    return net[: [type(it) for it in net].index(nn.Flatten)], torch.randn(4, 3, 128, 128)
+    return net[: [type(layer) for layer in net].index(nn.Flatten)], torch.randn(4, 3, 128, 128)
 
 
 def _unet() -> tuple[nn.Module, Any]:

@@ -12,17 +12,17 @@ method takes as long as plain, and as fp16, with nothing hidden behind computing
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from machine import commit, machine
-from torch import nn
+from machine import origin
+from resnet50_gradients import FixedGradients
+from rows_file import flags, save
+from timing import interleave, timed
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import LowRankCompression
@@ -35,41 +35,32 @@ METHODS: dict[str, Any] = {
 }
 
 
-class Given(nn.Module):
-    """A model whose gradients are given: normal numbers in the shapes of a known model."""
+def normal_gradients(model: str) -> list[torch.Tensor]:
+    """Normal numbers in the shapes of a known model."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(layer.shape, generator=generator) for layer in layers(model)]
 
-    def __init__(self, model: str) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(0)
-        shapes = [layer.shape for layer in layers(model)]
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
-        self.given = [torch.randn(shape, generator=generator) for shape in shapes]
 
-    def forward(self) -> torch.Tensor:
-        """The loss."""
-        pairs = zip(self.weights, self.given, strict=True)
-        return torch.stack([(weight * given).sum() for weight, given in pairs]).sum()
+def backward_seconds(ddp: DistributedDataParallel) -> float:
+    """CPU seconds of a backward pass, the exchange included."""
+    ddp.zero_grad()
+    return timed(ddp().backward)
 
 
 def seconds(model: str, steps: int) -> dict[str, float]:
     """CPU seconds of a backward pass by method; the median of the steps behind the first four."""
-    trained, taken = {}, {name: [] for name in METHODS}
+    trained = {}
     for name, compression in METHODS.items():
-        ddp = DistributedDataParallel(Given(model))
+        ddp = DistributedDataParallel(FixedGradients(normal_gradients(model)))
         if compression:
             named = list(ddp.module.named_parameters())
             state = CompressionState(compression, named_parameters=named)
             ddp.register_comm_hook(state, compression_hook)
         trained[name] = ddp
     # DDP rearranges its buckets after the first step, and the shared exchange chooses its sizes.
-    for step in range(4 + steps):
-        for name, ddp in trained.items():
-            ddp.zero_grad()
-            loss = ddp()
-            start = time.process_time()
-            loss.backward()
-            if step >= 4:
-                taken[name].append(time.process_time() - start)
+    taken = interleave(
+        {name: partial(backward_seconds, ddp) for name, ddp in trained.items()}, steps, settle=4
+    )
     return {name: statistics.median(values) for name, values in taken.items()}
 
 
@@ -85,11 +76,10 @@ def break_even(elements: int, added: float, *, ranks: int, sent: float) -> float
 
 def main() -> None:
     """Measure, print and write the rows."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet50", "gpt2-small"])
     parser.add_argument("--steps", type=int, default=7)
     parser.add_argument("--ranks", type=int, default=64, help="of the ring that is compared with")
-    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []
@@ -105,10 +95,9 @@ def main() -> None:
                     link = break_even(elements, added, ranks=args.ranks, sent=sent)
                     row[f"break_even_{against}_gbit"] = round(link, 2)
             row |= {"ranks": args.ranks, "threads": torch.get_num_threads()}
-            rows.append(row | {"commit": commit(), "machine": machine()})
+            rows.append(row | origin())
             print(" ".join(f"{v:.3g}" if isinstance(v, float) else str(v) for v in row.values()))
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
     time.sleep(0.2)  # Gloo's thread comes to rest before the group goes
     dist.destroy_process_group()
 

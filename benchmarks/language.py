@@ -50,9 +50,9 @@ def batch(
     rows: int, length: int, generator: torch.Generator, *, held_out: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Tokens [rows, length] and those that follow them, of the first nine tenths or of the last."""
-    whole = text()
-    cut = len(whole) * 9 // 10
-    part = whole[cut:] if held_out else whole[:cut]
+    corpus = text()
+    cut = len(corpus) * 9 // 10
+    part = corpus[cut:] if held_out else corpus[:cut]
     starts = torch.randint(len(part) - length - 1, (rows,), generator=generator)
     taken = torch.stack([part[start : start + length + 1] for start in starts.tolist()])
     return taken[:, :-1], taken[:, 1:]

@@ -51,7 +51,7 @@ def gradients(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
     """Return the gradients of one step by the parameters of the language model."""
     model.zero_grad()
     model(tokens).backward()
-    return {name: it.grad.clone() for name, it in model.model.named_parameters()}
+    return {name: parameter.grad.clone() for name, parameter in model.model.named_parameters()}
 
 
 def main(argv: list[str]) -> int:
@@ -86,16 +86,16 @@ def main(argv: list[str]) -> int:
             if turn:
                 took[name].append(time.process_time() - began)
     for name, way in ways.items():
-        found = gradients(way, tokens)
+        own = gradients(way, tokens)
         worst = max(
-            float((found[it] - exact[it]).abs().max() / exact[it].abs().max()) for it in exact
+            float((own[name] - exact[name]).abs().max() / exact[name].abs().max()) for name in exact
         )
         peak = run_step(way, way, ((tokens,), {}), kernels=True).peak_bytes
         planned = sn_memory.torch.plan(way, (tokens,), "100%", backend="graph")
-        made = planned.sn_memory.plan
+        plan = planned.sn_memory.plan
         held = run_step(planned, planned, ((tokens,), {}), kernels=True).peak_bytes
         print(
-            f"{name:36} peak {peak / 2**20:7.1f} MiB, planned {made.peak_bytes / 2**20:7.1f} MiB, "
+            f"{name:36} peak {peak / 2**20:7.1f} MiB, planned {plan.peak_bytes / 2**20:7.1f} MiB, "
             f"held {held / 2**20:7.1f} MiB, {statistics.median(took[name]):6.3f} s, "
             f"error {worst:.1e}",
             flush=True,

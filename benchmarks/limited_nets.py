@@ -43,7 +43,7 @@ class WithLoss(nn.Module):
         return outputs.square().mean()
 
 
-def made(name: str) -> tuple[nn.Module, torch.Tensor]:
+def build(name: str) -> tuple[nn.Module, torch.Tensor]:
     """Return a network with its loss, and a sample, of random numbers that are always the same."""
     torch.manual_seed(0)
     model, sample = NETS[name]

@@ -13,7 +13,6 @@ replays some of these steps on real ranks; a test holds the two together. docs/n
 
 from __future__ import annotations
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -23,8 +22,8 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy: a rank has one core
 
 from machine import commit, machine
 from published import GPUS, WIRES, Gpu
+from rows_file import flags, load, save
 from tables import markdown
-from training_rows import load, save
 from training_runs import REPLAYED, recorded, routes_of
 from travel import Script
 from wire_methods import METHODS
@@ -56,17 +55,17 @@ _LEVEL = 1.02  # times the fastest: what is as fast
 def row(of: Gpu, gpu: str, wire: str, way: str, scripts: dict[str, list[Script]]) -> dict[str, Any]:
     """One method on one link: seconds of a step in each of WAYS."""
     link = WIRES[wire].link()
-    found: dict[str, Any] = {}
+    columns: dict[str, Any] = {}
     sent = {}
     for name in WAYS:
         free, overlap = name.startswith("free"), "beside" in name
         predicted = seconds(scripts[way], of.seconds, link, free=free, overlap=overlap)
-        found[name] = round(predicted.seconds, 5)
+        columns[name] = round(predicted.seconds, 5)
         sent[name] = predicted.sent_bytes
     elements = sum(layer.elements for layer in layers(of.model))
     return {
         "model": of.model, "gpu": gpu, "images": of.images, "precision": of.precision,
-        "link": wire, "ranks": RANKS, "method": way, "compute_s": round(of.seconds, 5), **found,
+        "link": wire, "ranks": RANKS, "method": way, "compute_s": round(of.seconds, 5), **columns,
         "ratio": round(4 * elements / sent["free_s"], 1),
         "codec_s": round(sum(sum(s.codec_s) for s in scripts[way]), 3),
         "commit": _COMMIT, "machine": _MACHINE,
@@ -90,9 +89,9 @@ def tables(rows: list[dict[str, Any]]) -> str:
         cell = {(row["method"], row["link"]): row for row in of}
         head = f"{model}, {of[0]['images']} images on a {gpu}, {of[0]['precision']}"
         for way in WAYS:
-            name, _, beside = way.removesuffix("_s").partition("_")
+            name, _, suffix = way.removesuffix("_s").partition("_")
             codec = {"free": "codec free", "core": "codec on one core"}[name]
-            where = "beside" if beside else "behind"
+            where = "beside" if suffix else "behind"
             lines += [f"\n{head}; {codec}, exchange {where} the backward pass: ms (times plain)"]
             lines += [
                 text_table(
@@ -185,12 +184,11 @@ def _text(cell: dict[tuple[str, str], dict[str, Any]], method: str, wire: str, w
 
 def main() -> None:
     """Compute and print; or print."""
-    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    flags.add_argument("--json", type=Path, help="rows go there")
-    flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
-    flags.add_argument("--report", type=Path, help="print the tables of this file")
-    flags.add_argument("--page", type=Path, help="print what docs/network.md has of this file")
-    args = flags.parse_args()
+    parser = flags(__doc__)
+    parser.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
+    parser.add_argument("--report", type=Path, help="print the tables of this file")
+    parser.add_argument("--page", type=Path, help="print what docs/network.md has of this file")
+    args = parser.parse_args()
     if args.report:
         print(tables(load(args.report)))
         return
@@ -210,8 +208,7 @@ def main() -> None:
                     for way in METHODS
                 ]  # fmt: skip
     print(tables(rows))
-    if args.json:
-        save(args.json, rows)
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -100,9 +100,9 @@ class LocalPeers:
         # Copied, as others still read it when this one has gone on.
         self.hall.posted[self.rank] = copy.deepcopy(value)
         self.hall.barrier.wait()
-        found = list(self.hall.posted)
+        posted = list(self.hall.posted)
         self.hall.barrier.wait()
-        return found
+        return posted
 
     def broadcast(self, name: str, tensor: Any, root: int) -> None:
         """See Peers."""

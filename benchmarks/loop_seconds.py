@@ -15,16 +15,16 @@ before its first call: to find the plan for its input and to bind the arguments.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from accuracy import save
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
+from timing import interleave, timed
 from torch import nn
 
 import sn_memory.torch
@@ -73,21 +73,20 @@ def step(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
     """Train one step; return the loss and the gradients."""
     loss = model(x)
     loss.backward()
-    gradients = {name: it.grad for name, it in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     return {"loss": loss.detach(), **gradients}
 
 
-def in_turn(models: list[nn.Module], x: torch.Tensor, steps: int) -> list[float]:
+def medians_in_turn(models: list[nn.Module], x: torch.Tensor, steps: int) -> list[float]:
     """CPU seconds of a training step of each model, the median of steps that take turns."""
-    taken: list[list[float]] = [[] for _ in models]
-    for _ in range(steps):
-        for model, runs in zip(models, taken, strict=True):
-            for it in model.parameters():
-                it.grad = None
-            began = time.process_time()
-            model(x).backward()
-            runs.append(time.process_time() - began)
-    return [statistics.median(runs) for runs in taken]
+
+    def step(model: nn.Module) -> float:
+        for parameter in model.parameters():
+            parameter.grad = None
+        return timed(lambda: model(x).backward())
+
+    runs = {number: partial(step, model) for number, model in enumerate(models)}
+    return [statistics.median(taken) for taken in interleave(runs, steps).values()]
 
 
 class Arrival:
@@ -123,34 +122,37 @@ def rows_of(
     sn_memory.settings.deterministic = True
     model = NETS[name](layers).train()
     x = torch.randn(ROWS, WIDTH)
-    fixed = 2 * sum(it.nbytes for it in model.parameters()) + x.nbytes
-    expected = {key: it if it is None else it.clone() for key, it in step(model, x).items()}
+    fixed = 2 * sum(parameter.nbytes for parameter in model.parameters()) + x.nbytes
+    expected = {
+        key: gradient if gradient is None else gradient.clone()
+        for key, gradient in step(model, x).items()
+    }
     plans: list[nn.Module] = []
     for share in SHARES:
         budget: Any = "100%"
         if share < 1:
-            whole = plans[0].sn_memory.plan.peak_bytes
-            budget = fixed + int(share * (whole - fixed))
+            peak = plans[0].sn_memory.plan.peak_bytes
+            budget = fixed + int(share * (peak - fixed))
         plans.append(
             sn_memory.torch.plan(model, x, budget, profile=False, time_limit_s=time_limit_s)
         )
-    own, *planned = in_turn([model, *plans], x, steps)
+    own, *planned = medians_in_turn([model, *plans], x, steps)
     rows = []
     for share, plan, took in zip(SHARES, plans, planned, strict=True):
         assert isinstance(plan.sn_memory.latest, Replay)
-        for it in model.parameters():
-            it.grad = None
+        for parameter in model.parameters():
+            parameter.grad = None
         calls = len(plan.sn_memory.trace.graph.ops)
-        made = sum(action.kind == "run" for action in plan.sn_memory.plan.actions)
+        runs = sum(action.kind == "run" for action in plan.sn_memory.plan.actions)
         rows.append(
             {
                 "net": name,
                 "layers": layers,
                 "share": share,
                 "calls": calls,
-                "made": made,
+                "made": runs,
                 "own_us": round(own / calls * 1e6, 2),
-                "planned_us": round(took / made * 1e6, 2),
+                "planned_us": round(took / runs * 1e6, 2),
                 "before_us": round(seconds_before(plan, x, steps) * 1e6, 1),
                 "peak_bytes": plan.sn_memory.plan.peak_bytes,
                 "equal": not differences(expected, step(plan, x)),
@@ -161,20 +163,18 @@ def rows_of(
 
 def main() -> None:
     """Print a line for each net and share, and write them to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--layers", type=int, default=100)
     parser.add_argument("--steps", type=int, default=200)
     wanted = parser.parse_args()
     torch.set_num_threads(1)
-    about = {"commit": commit(), "machine": machine(), "torch": torch.__version__}
+    about = origin() | {"torch": torch.__version__}
     rows = []
     for name in NETS:
         for row in rows_of(name, wanted.layers, wanted.steps):
             rows.append(row | about)
-            print(" ".join(f"{key} {it}" for key, it in row.items()), flush=True)
-    if wanted.json:
-        save(wanted.json, rows)
+            print(" ".join(f"{key} {value}" for key, value in row.items()), flush=True)
+    save(wanted.json, rows)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,11 @@ def commit() -> str:
     return name.strip() + "+" * bool(changed)
 
 
+def origin() -> dict[str, str]:
+    """The columns of a row that say which commit ran, and where."""
+    return {"commit": commit(), "machine": machine()}
+
+
 def command(script: str) -> str:
     """The command that runs this script, a path, as it was called."""
     return " ".join(["python -m benchmarks", Path(script).stem, *sys.argv[1:]])

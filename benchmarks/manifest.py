@@ -74,13 +74,13 @@ def page_texts() -> dict[str, str]:
 @cache
 def pages() -> dict[str, list[str]]:
     """Return the pages that name a file of results, by its name."""
-    found: dict[str, list[str]] = {}
+    by_result: dict[str, list[str]] = {}
     for page, text in page_texts().items():
         for folder, name in _NAMED.findall(text):
             # In a table without the folder, it is any file.
-            if page not in found.setdefault(name, []) and (folder or (RESULTS / name).exists()):
-                found[name].append(page)
-    return {name: pages for name, pages in found.items() if pages}
+            if page not in by_result.setdefault(name, []) and (folder or (RESULTS / name).exists()):
+                by_result[name].append(page)
+    return {name: pages for name, pages in by_result.items() if pages}
 
 
 def _plain(node: Any) -> Any:
@@ -89,7 +89,7 @@ def _plain(node: Any) -> Any:
         fields = ((name, _plain(value)) for name, value in ast.iter_fields(node))
         return type(node).__name__, *((name, value) for name, value in fields if value)
     if isinstance(node, list):
-        return [_plain(it) for it in node if not _is_docstring(it)]
+        return [_plain(item) for item in node if not _is_docstring(item)]
     return "" if node is None else repr(node)
 
 
@@ -102,7 +102,7 @@ def code_of(text: str, suffix: str) -> str:
     """Return what of a source counts: of Python its syntax tree, else its letters."""
     if suffix == ".py":
         return repr(_plain(ast.parse(text)))
-    kept = _NO_CODE.sub(lambda found: found[0] if found[0].startswith('"') else " ", text)
+    kept = _NO_CODE.sub(lambda match: match[0] if match[0].startswith('"') else " ", text)
     return "".join(kept.split())
 
 
@@ -114,14 +114,14 @@ def _digest(path: Path) -> str:
 
 def code_files(row: Row, areas: dict[str, list[str]]) -> set[Path]:
     """Return the sources of a row's areas; FileNotFoundError for what is not there."""
-    found: set[Path] = set()
+    files: set[Path] = set()
     for pattern in (pattern for area in row["of"] for pattern in areas[area]):
         paths = list(ROOT.glob(pattern))
         if not paths:
             raise FileNotFoundError(f"{pattern} of {MANIFEST.name} is not there; say where it went")
         for path in paths:
-            found.update(path.rglob("*") if path.is_dir() else [path])
-    return {path for path in found if path.suffix in SOURCES}
+            files.update(path.rglob("*") if path.is_dir() else [path])
+    return {path for path in files if path.suffix in SOURCES}
 
 
 def code_hash(row: Row, areas: dict[str, list[str]]) -> str:
@@ -132,16 +132,16 @@ def code_hash(row: Row, areas: dict[str, list[str]]) -> str:
 
 def stale(manifest: dict[str, Any]) -> dict[str, str]:
     """Return why figures may not be those of the code, by result; those that are have no entry."""
-    found = {}
+    reasons = {}
     for name, row in manifest["results"].items():
         if not row["of"]:
             continue
         known = row["code"], row.get("accepted", {}).get("code")
         if row["code"] is None:
-            found[name] = "measured before hashes of the code were kept"
+            reasons[name] = "measured before hashes of the code were kept"
         elif code_hash(row, manifest["areas"]) not in known:
-            found[name] = f"{', '.join(row['of'])} changed since {row['date']}"
-    return found
+            reasons[name] = f"{', '.join(row['of'])} changed since {row['date']}"
+    return reasons
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
@@ -149,20 +149,22 @@ def problems(manifest: dict[str, Any]) -> list[str]:
 
     Results that were measured before hashes were kept are no problem here: see `stale`.
     """
-    rows, there, named = manifest["results"], results(), pages()
-    found = [f"{named[name][0]} names benchmarks/results/{name}, which is not there; measure it"
+    rows, existing, named = manifest["results"], results(), pages()
+    faults = [f"{named[name][0]} names benchmarks/results/{name}, which is not there; measure it"
              for name in sorted(named) if not (RESULTS / name).exists()]  # fmt: skip
-    for name in sorted(there):
+    for name in sorted(existing):
         if name not in named:
-            found.append(f"no page names benchmarks/results/{name}; name it there, or remove it")
+            faults.append(f"no page names benchmarks/results/{name}; name it there, or remove it")
         if name not in rows:
-            found.append(f"{name} has no row in {MANIFEST.name}; give it one, then: {AGAIN} {name}")
-    found += [f"{name} of {MANIFEST.name} is not there; run: {rows[name]['command']}"
-              for name in sorted(set(rows) - there)]  # fmt: skip
-    found += [f"{name}: {why}; run: {rows[name]['command']}\n    or say why its figures hold: "
+            faults.append(
+                f"{name} has no row in {MANIFEST.name}; give it one, then: {AGAIN} {name}"
+            )
+    faults += [f"{name} of {MANIFEST.name} is not there; run: {rows[name]['command']}"
+              for name in sorted(set(rows) - existing)]  # fmt: skip
+    faults += [f"{name}: {why}; run: {rows[name]['command']}\n    or say why its figures hold: "
               f"python -m benchmarks --accept {name} REASON"
               for name, why in stale(manifest).items() if rows[name]["code"]]  # fmt: skip
-    return found
+    return faults
 
 
 def record(manifest: dict[str, Any], result: str, **more: Any) -> None:

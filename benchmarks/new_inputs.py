@@ -10,16 +10,15 @@ million parameters meets each length once. Seconds are of the clock, one thread.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 
 from sn_memory.torch import StorageTracker, plan
 
@@ -58,15 +57,15 @@ def trained(model: Any) -> dict[str, Any]:
     began = time.perf_counter()
     for step, length in enumerate(order):
         optimizer.zero_grad()
-        given = batch(length, step)
-        with StorageTracker([*model.parameters(), *given.values()]) as tracker:
-            loss = model(**given).loss
+        inputs = batch(length, step)
+        with StorageTracker([*model.parameters(), *inputs.values()]) as tracker:
+            loss = model(**inputs).loss
             loss.backward()
-        gradients = [it.grad for it in model.parameters()]
+        gradients = [parameter.grad for parameter in model.parameters()]
         optimizer.step()
         losses.append(loss.item())
         peaks.append(tracker.peak_bytes)
-    weights = [it.detach() for it in model.parameters()]
+    weights = [parameter.detach() for parameter in model.parameters()]
     seconds = time.perf_counter() - began
     return {
         "losses": losses,
@@ -79,26 +78,31 @@ def trained(model: Any) -> dict[str, Any]:
 def rows_of(record: Any) -> list[dict[str, Any]]:
     """Return what a planned model says of its kinds of input."""
     return [
-        {"inputs": it.inputs, "how": it.how, "peak": it.peak_bytes, "seconds": round(it.seconds, 3)}
-        for it in record.kinds
+        {
+            "inputs": kind.inputs,
+            "how": kind.how,
+            "peak": kind.peak_bytes,
+            "seconds": round(kind.seconds, 3),
+        }
+        for kind in record.kinds
     ]
 
 
 def epoch(name: str, lengths: tuple[int, ...], plain: dict[str, Any]) -> dict[str, Any]:
     """Train with plans for these lengths and compare."""
-    sample = [batch(it, 0) for it in lengths]
+    sample = [batch(length, 0) for length in lengths]
     model = plan(gpt2("small"), sample, "60%", profile=False, time_limit_s=10)
-    found = trained(model)
+    measured = trained(model)
     return {
         "sample": name,
         "budget": model.sn_memory.budget_bytes,
-        "most": max(found["peaks"]),
+        "most": max(measured["peaks"]),
         "plain": max(plain["peaks"]),
-        "searched": sum(it.how.startswith("planned") for it in model.sn_memory.kinds),
-        "equal": found["losses"] == plain["losses"]
-        and all(map(torch.equal, found["tensors"], plain["tensors"])),
+        "searched": sum(kind.how.startswith("planned") for kind in model.sn_memory.kinds),
+        "equal": measured["losses"] == plain["losses"]
+        and all(map(torch.equal, measured["tensors"], plain["tensors"])),
         "at_sight_s": round(model.sn_memory.inputs.time.planning_s, 2),
-        "seconds": round(found["seconds"], 1),
+        "seconds": round(measured["seconds"], 1),
         "plain_s": round(plain["seconds"], 1),
         "kinds": rows_of(model.sn_memory),
     }
@@ -121,27 +125,24 @@ def large() -> dict[str, Any]:
 
 def main() -> None:
     """Print what was found, and write it to a file if asked."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--large", action="store_true")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     plain = trained(gpt2("small"))
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "command": "python -m benchmarks new_inputs --large",
-        "commit": commit(),
-        "machine": machine(),
+        **origin(),
         "epochs": [
             epoch("shortest and longest", (64, 256), plain),
             epoch("longest", (256,), plain),
         ],
     }
     if wanted.large:
-        found["large"] = large()
-    if wanted.json:
-        wanted.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found, indent=1))
+        result["large"] = large()
+    save(wanted.json, result)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

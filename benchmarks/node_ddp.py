@@ -15,7 +15,6 @@ travelling whole between owners: to LowRankCompression no tensor is large enough
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import sys
@@ -28,10 +27,10 @@ import torch
 import torch.distributed as dist
 from ddp_ranks import about, as_rank, measured, run_ranks
 from resnet50_gradients import gradient
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from training_rows import load, save
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.text_table import text_table
@@ -71,7 +70,7 @@ class Shapes(nn.Module):
 
     def gradients(self, rank: int) -> list[torch.Tensor]:
         """A rank's, of unit scale; the same in every run."""
-        return [gradient(tuple(it.shape), at, rank) for at, it in enumerate(self.tensors)]
+        return [gradient(tuple(tensor.shape), at, rank) for at, tensor in enumerate(self.tensors)]
 
     def forward(self, gradients: list[torch.Tensor], factor: float) -> torch.Tensor:
         """The sum of products."""
@@ -103,16 +102,16 @@ def alone(model: Shapes, gradients: list[torch.Tensor], meet: Callable[[], objec
     return statistics.median(taken[SETTLE:])
 
 
-def row_of(way: str, job: dict[str, Any], found: list[dict[str, Any]]) -> dict[str, Any]:
+def row_of(way: str, job: dict[str, Any], by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """Seconds are those of the slowest rank, CPU seconds of all, bytes those of the first node."""
-    each = [rank[way] for rank in found]
-    steps = [max(of) for of in zip(*(rank["seconds"] for rank in each), strict=True)]
-    cpu = [sum(of) for of in zip(*(rank["cpu"] for rank in each), strict=True)]
+    of_way = [rank[way] for rank in by_rank]
+    steps = [max(of) for of in zip(*(rank["seconds"] for rank in of_way), strict=True)]
+    cpu = [sum(of) for of in zip(*(rank["cpu"] for rank in of_way), strict=True)]
     return {
         "way": way, **{name: job[name] for name in SETTINGS}, "steps": job["steps"],
         "step_s": round(statistics.median(steps), 3), "cpu_s": round(statistics.median(cpu), 3),
-        "compute_cpu_s": round(sum(rank["alone"] for rank in found), 3),
-        "node_bytes": round(statistics.median(each[0]["sent"])),
+        "compute_cpu_s": round(sum(rank["alone"] for rank in by_rank), 3),
+        "node_bytes": round(statistics.median(of_way[0]["sent"])),
     }  # fmt: skip
 
 
@@ -121,7 +120,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     os.environ["GROUP_RANK"] = str(dist.get_rank() // job["per_node"])
     model = Shapes(job["scale"])
     gradients = model.gradients(dist.get_rank())
-    found: dict[str, Any] = {"alone": alone(model, gradients, dist.barrier)}
+    result: dict[str, Any] = {"alone": alone(model, gradients, dist.barrier)}
     for way in job["ways"]:
         # One after the other: eight ranks with six models each would not fit.
         model.zero_grad()
@@ -140,9 +139,9 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             seconds = time.perf_counter() - before["seconds"]
             dist.barrier()  # what a rank has sent is counted when the others have it
             note(taken, before, seconds)
-        found[way] = {name: each[settle:] for name, each in taken.items()}
+        result[way] = {name: values[settle:] for name, values in taken.items()}
         del ddp
-    return found
+    return result
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -172,8 +171,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print the tables."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--per-node", type=int, default=2)
@@ -192,13 +190,13 @@ def main() -> None:
             job |= {"ways": args.ways, "steps": args.steps}
             try:
                 with ShapedLinks(nodes, gbit) as links:
-                    found = run_ranks(
+                    by_rank = run_ranks(
                         __file__, job, ranks=nodes * args.per_node, timeout_s=3600, links=links,
                         per_node=args.per_node,
                     )  # fmt: skip
             except NoLinksError as why:
                 raise SystemExit(str(why)) from None
-            rows += [row_of(way, job, found) | about(__file__) for way in args.ways]
+            rows += [row_of(way, job, by_rank) | about(__file__) for way in args.ways]
             save(args.json, rows)
     print(table(rows))
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ddp_ranks import about, measured
+from ddp_ranks import about, follow, measured
 from node_ddp import SETTINGS, SETTLE, SETTLE_WHOLE, WAYS, Shapes, alone, note, now, row_of
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
-from training_rows import load, save
 
 from sn_compress.text_table import text_table
 
@@ -43,7 +42,7 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     hvd.init()
     model = Shapes(job["scale"])
     gradients = model.gradients(hvd.rank())
-    found: dict[str, Any] = {"alone": alone(model, gradients, hvd.barrier)}
+    result: dict[str, Any] = {"alone": alone(model, gradients, hvd.barrier)}
     for way in job["ways"]:
         model = Shapes(job["scale"])  # Horovod's hooks stay on the last one
         options = {} if WAYS[way] is None else {"compression": WAYS[way]}
@@ -65,69 +64,39 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             with optimizer.skip_synchronize():
                 optimizer.step()
         report = {} if WAYS[way] is None else WAYS[way].report(optimizer)
-        found[way] = {name: each[settle:] for name, each in taken.items()}
-        found[way]["nodes"] = report.get("nodes", 0)
+        result[way] = {name: values[settle:] for name, values in taken.items()}
+        result[way]["nodes"] = report.get("nodes", 0)
         del optimizer, model
     hvd.barrier()
     before = now()
     time.sleep(IDLE_S)
     after = now()
-    found["idle"] = {name: (after[name] - before[name]) / IDLE_S for name in ("sent", "cpu")}
+    result["idle"] = {name: (after[name] - before[name]) / IDLE_S for name in ("sent", "cpu")}
     hvd.barrier()
-    return found
+    return result
 
 
 def run_ranks(job: dict[str, Any], links: ShapedLinks, folder: Path) -> list[dict[str, Any]]:
-    """What all ranks have found; RuntimeError with what the first one said that fails."""
-    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
-    from horovod.runner.http.http_server import RendezvousServer
+    """What all ranks have found; RuntimeError with what they said if one fails."""
+    from rank_jobs import started
 
-    server = RendezvousServer(verbose=0)
-    port = server.start()
-    hosts = ",".join(f"{links.address(node)}:{job['per_node']}" for node in range(job["nodes"]))
-    slots = get_host_assignments(parse_hosts(hosts), job["nodes"] * job["per_node"])
-    server.init(slots)
-    common = create_run_env_vars(links.address(None), ["eth0"], port)
     (folder / "job.json").write_text(json.dumps(job))
-    processes = []
-    try:
-        for slot in slots:
-            env = {k: str(v) for k, v in {**common, **create_slot_env_vars(slot)}.items()}
-            env |= {
-                "OMP_NUM_THREADS": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",
-                "HOROVOD_CYCLE_TIME": f"{job['cycle_ms']:g}",
-            }  # fmt: skip
-            command = [sys.executable, __file__, "--rank", str(folder)]
-            with open(folder / f"log{slot.rank}", "w") as log:
-                node = slot.rank // job["per_node"]
-                processes.append(
-                    subprocess.Popen(
-                        links.command(node, *command), env=os.environ | env, stdout=log, stderr=log
-                    )
-                )
-        for rank, process in enumerate(processes):
-            if process.wait(timeout=3600):
-                said = (folder / f"log{rank}").read_text(errors="replace")
-                raise RuntimeError(f"rank {rank} ended with {process.returncode}:\n{said[-3000:]}")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-        server.stop()
-        server._httpd.server_close()  # stop() leaves the socket open
-    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(processes))]
+    command = [sys.executable, __file__, "--rank", str(folder)]
+    env = {"HOROVOD_CYCLE_TIME": f"{job['cycle_ms']:g}"}
+    with started(links, folder, command, per_node=job["per_node"], env=env) as (processes, logs):
+        follow(processes, logs, time.monotonic() + 3600)
+    return [json.loads((folder / f"rank{rank}").read_text()) for rank in range(len(logs))]
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row a way; idle bytes are of a second of the first node, CPU seconds of all ranks."""
     idle = {
         "cycle_ms": job["cycle_ms"],
-        "idle_bytes_s": round(found[0]["idle"]["sent"]),
-        "idle_cpu": round(sum(rank["idle"]["cpu"] for rank in found), 3),
+        "idle_bytes_s": round(by_rank[0]["idle"]["sent"]),
+        "idle_cpu": round(sum(rank["idle"]["cpu"] for rank in by_rank), 3),
     }
     return [
-        row_of(way, job, found) | {"by_nodes": found[0][way]["nodes"]} | idle | about(__file__)
+        row_of(way, job, by_rank) | {"by_nodes": by_rank[0][way]["nodes"]} | idle | about(__file__)
         for way in job["ways"]
     ]
 
@@ -146,8 +115,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--per-node", type=int, default=2)
@@ -159,8 +127,8 @@ def main() -> None:
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:
-        found = work(json.loads((args.rank / "job.json").read_text()))
-        (args.rank / f"rank{os.environ['HOROVOD_RANK']}").write_text(json.dumps(found))
+        result = work(json.loads((args.rank / "job.json").read_text()))
+        (args.rank / f"rank{os.environ['HOROVOD_RANK']}").write_text(json.dumps(result))
         return
     rows = load(args.json)
     job = {name: getattr(args, name) for name in (*SETTINGS, "cycle_ms")}

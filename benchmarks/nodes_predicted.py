@@ -12,7 +12,6 @@ exchange, of the same ranks, of which rows have the CPU seconds.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable
@@ -25,8 +24,8 @@ import torch.distributed as dist
 from ddp_ranks import about, as_rank, run_ranks
 from node_ddp import SHAPES
 from pays import shapes_of
+from rows_file import flags, load, save
 from tables import markdown
-from training_rows import load, save
 
 from sn_compress import FFTCompression, LowRankCompression
 from sn_compress.prediction.cost import ALONE, FASTEST, Host, Layer, Link, Step
@@ -57,7 +56,7 @@ def trained(row: dict[str, Any]) -> bool:
     return "nodes" not in row
 
 
-def said(row: dict[str, Any], here: dict[str, Any]) -> Step:
+def predicted_step(row: dict[str, Any], here: dict[str, Any]) -> Step:
     """What predict says of a row, by the rates of a machine."""
     nodes, gpus = row.get("nodes", row.get("ranks")), row.get("per_node", 1)
     link = Link.of_gbit(row["gbit"])
@@ -65,7 +64,7 @@ def said(row: dict[str, Any], here: dict[str, Any]) -> Step:
         link = replace(link, operation_s=1e-3 * row["cycle_ms"])
     if trained(row):  # a core a rank, and seconds of its computing are in pays.json
         every = load(RESULTS / "pays.json")
-        alone = [it["compute_s"] for it in every if it["model"] == "transformer"]
+        alone = [row["compute_s"] for row in every if row["model"] == "transformer"]
         rates, host, compute_s = RECORDED["core"], ALONE, statistics.median(alone)
     else:
         rates, compute_s = Rates(**here["rates"]), row.get("compute_cpu_s", 0.0) / CORES
@@ -76,12 +75,12 @@ def said(row: dict[str, Any], here: dict[str, Any]) -> Step:
     low_rank = row["way"].startswith("low rank")
     ratio = float(row["way"].split()[2]) if low_rank else 50.0
     chosen = LowRankCompression.using(ratio=ratio) if low_rank else FFTCompression
-    found = predict(
+    prediction = predict(
         shapes_of("transformer") if trained(row) else shapes(row["scale"]),
         ranks=nodes * gpus, link=link, settings=chosen.settings, rates=rates, host=host,
         compute_s=compute_s,
     )  # fmt: skip
-    return found.row(METHODS[row["way"]]).step
+    return prediction.row(METHODS[row["way"]]).step
 
 
 def tables(here: dict[str, Any]) -> str:
@@ -91,7 +90,7 @@ def tables(here: dict[str, Any]) -> str:
         for row in load(RESULTS / f"{source}.json"):
             if row["way"] not in METHODS:
                 continue
-            of, scale = said(row, here), row.get("scale", 1)
+            of, scale = predicted_step(row, here), row.get("scale", 1)
             sent = row.get("node_bytes", row.get("bytes_per_step"))
             cells.append([
                 {"node_ddp": "DDP", "node_horovod": "Horovod", "shaped_ddp": "DDP, trained"}[source]
@@ -138,25 +137,26 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def mean_of(found: list[dict[str, Any]]) -> dict[str, Any]:
+def mean_of(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
     """The rates of a machine, from those of its ranks."""
-    names = found[0]["rates"]
+    names = by_rank[0]["rates"]
     return {
-        "ranks": len(found),
-        "rates": {name: statistics.fmean(each["rates"][name] for each in found) for name in names},
-        **{name: statistics.fmean(it[name] for it in found) for name in ("move_s", "sum_s")},
+        "ranks": len(by_rank),
+        "rates": {
+            name: statistics.fmean(rank["rates"][name] for rank in by_rank) for name in names
+        },
+        **{name: statistics.fmean(rank[name] for rank in by_rank) for name in ("move_s", "sum_s")},
     }
 
 
 def main() -> None:
     """Print the table, or measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, RATES)
     parser.add_argument("--measure", action="store_true", help="rates of this machine")
-    parser.add_argument("--json", type=Path, default=RATES, help="rates go there")
     args = parser.parse_args()
     if args.measure:
-        found = mean_of(run_ranks(__file__, {}, ranks=RANKS, timeout_s=300))
-        save(args.json, [found | about(__file__)])
+        mean = mean_of(run_ranks(__file__, {}, ranks=RANKS, timeout_s=300))
+        save(args.json, [mean | about(__file__)])
     print(tables(load(args.json)[-1]))
 
 

@@ -14,7 +14,6 @@ thousandth is asked for as well, with plans that may recompute: nothing hides be
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 import time
@@ -24,9 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import command, commit, machine
+from machine import command, origin
 from planner_torch import UNet, vgg16
-from training_rows import save
+from rows_file import flags, save
 
 from sn_memory.graph.liveness import peak
 from sn_memory.torch import plan, trace
@@ -46,8 +45,8 @@ class Squares(torch.nn.Module):
         self.net = net
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.net(x).square().mean()
-        return found
+        loss: torch.Tensor = self.net(x).square().mean()
+        return loss
 
 
 NETS: dict[str, tuple[Callable[[], torch.nn.Module], Callable[[], torch.Tensor]]] = {
@@ -100,13 +99,13 @@ def plain_seconds(model: Any, sample: torch.Tensor, steps: int) -> float:
 
 def rows_of(name: str, steps: int, common: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure a network at all rates and budgets."""
-    make, given = NETS[name]
+    make, make_sample = NETS[name]
     torch.manual_seed(0)
-    model, sample = make(), given()
+    model, sample = make(), make_sample()
     graph = trace(model, sample).graph
-    activations = sum(it.bytes for it in graph.storages if it.role == "activation")
-    ops_s = sum(it[0] for it in graph.arrays.seconds)
-    whole = peak(graph).bytes
+    activations = sum(storage.bytes for storage in graph.storages if storage.role == "activation")
+    ops_s = sum(seconds[0] for seconds in graph.arrays.seconds)
+    plain_peak = peak(graph).bytes
     rows = []
     for rate in (*RATES, SLOW):
         speed = rate * 2 * activations / ops_s
@@ -118,31 +117,33 @@ def rows_of(name: str, steps: int, common: dict[str, Any]) -> list[dict[str, Any
         for share in SHARES:
             # Ops take longer here than alone, by so much the link is slower than planned with.
             plain_s = plain_seconds(model, sample, steps)
-            made: list[LinkLanes] = []
+            lanes: list[LinkLanes] = []
             actual = speed * ops_s / plain_s
 
-            def lanes_for(_: Any, made: Any = made, actual: float = actual) -> LinkLanes:
-                made.append(LinkLanes(actual))
-                return made[-1]
+            def lanes_for(_: Any, lanes: Any = lanes, actual: float = actual) -> LinkLanes:
+                lanes.append(LinkLanes(actual))
+                return lanes[-1]
 
             host_copies.lanes_for = lanes_for
-            budget = int(share * whole)
+            budget = int(share * plain_peak)
             planned = plan(
                 model, sample, budget, techniques=techniques, device=device,
                 time_limit_s=LIMIT_S, backend="graph",
             )  # fmt: skip
-            found = planned.sn_memory.plan
+            made_plan = planned.sn_memory.plan
             row = common | {
                 "model": name, "rate": rate, "mib_per_s": actual / MIB, "plain_s": plain_s,
-                "whole_mib": whole / MIB, "budget_mib": budget / MIB,
+                "whole_mib": plain_peak / MIB, "budget_mib": budget / MIB,
                 "share": share,
-                "peak_mib": found.peak_bytes / MIB,
-                "predicted_extra": found.overhead,
-                "offloaded": len(found.decided("offload")),
-                "recomputed": len([*found.decided("recompute"), *found.decided("recompute_each")]),
+                "peak_mib": made_plan.peak_bytes / MIB,
+                "predicted_extra": made_plan.overhead,
+                "offloaded": len(made_plan.decided("offload")),
+                "recomputed": sum(
+                    len(made_plan.decided(how)) for how in ("recompute", "recompute_each")
+                ),
             }  # fmt: skip
-            if made:
-                row |= measured(planned, sample, made[-1], steps)
+            if lanes:
+                row |= measured(planned, sample, lanes[-1], steps)
             rows.append(row)
             print(row, flush=True)
     return rows
@@ -150,19 +151,17 @@ def rows_of(name: str, steps: int, common: dict[str, Any]) -> list[dict[str, Any
 
 def main() -> None:
     """Measure, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=NETS, default=list(NETS))
     parser.add_argument("--steps", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    common = {"command": command(__file__), "commit": commit(), "machine": machine(),
+    common = {"command": command(__file__), **origin(),
               "link": "modelled: a thread each way that copies at a set rate"}  # fmt: skip
     rows: list[dict[str, Any]] = []
     for name in args.models:
         rows += rows_of(name, args.steps, common)
-        if args.json:
-            save(args.json, rows)
+        save(args.json, rows)
 
 
 if __name__ == "__main__":

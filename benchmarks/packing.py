@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -24,9 +23,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from accuracy import save
-from machine import commit, machine
-from tables import between_markers, markdown
+from machine import origin
+from rows_file import save
+from tables import markdown, put_into
+from timing import interleave, timed
 
 from sn_compress.ops import groups
 from sn_memory.torch.activations import packing
@@ -51,7 +51,7 @@ def calls(dtype: torch.dtype, bits: int, layout: str, mib: int) -> tuple[int, di
     run = ROW if layout == "rows" else 0
     source, target = x, out
     if layout == "channels last":
-        source, target = (it.view(-1, *IMAGE).permute(3, 0, 1, 2) for it in (x, out))
+        source, target = (tensor.view(-1, *IMAGE).permute(3, 0, 1, 2) for tensor in (x, out))
         run = source[0].numel()
     values, back = packing.as_numpy(source), packing.as_numpy(target)
     ng, width = groups.Parts(n, bits, packing.GROUP, run).at(n)
@@ -64,14 +64,10 @@ def calls(dtype: torch.dtype, bits: int, layout: str, mib: int) -> tuple[int, di
 
 def row(dtype: torch.dtype, bits: int, layout: str, mib: int, rounds: int) -> dict[str, Any]:
     """One row of one pass: GB/s of each call."""
-    nbytes, found = calls(dtype, bits, layout, mib)
-    best = dict.fromkeys(found, math.inf)
-    for number in range(rounds + 1):
-        for name, call in found.items():
-            start = time.process_time()
-            call()
-            if number:  # the first touches memory for the first time
-                best[name] = min(best[name], time.process_time() - start)
+    nbytes, by_name = calls(dtype, bits, layout, mib)
+    steps = {name: partial(timed, call) for name, call in by_name.items()}
+    taken = interleave(steps, rounds, settle=1)  # the first touches memory for the first time
+    best = {name: min(seconds) for name, seconds in taken.items()}
     about = {"dtype": str(dtype)[6:], "bits": bits, "layout": layout, "mib": mib}
     return about | {f"{name}_gb_s": round(nbytes / took / 1e9, 2) for name, took in best.items()}
 
@@ -84,9 +80,9 @@ def faster(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as Markdown: of each kind the tensors of both sizes."""
     cells: dict[tuple[str, str], list[str]] = {}
-    for it in rows:
-        line = cells.setdefault((it["dtype"], it["layout"]), [])
-        line.append(f"{it['pack_gb_s']:.1f}, {it['unpack_gb_s']:.1f} ({it['copy_gb_s']:.1f})")
+    for row in rows:
+        line = cells.setdefault((row["dtype"], row["layout"]), [])
+        line.append(f"{row['pack_gb_s']:.1f}, {row['unpack_gb_s']:.1f} ({row['copy_gb_s']:.1f})")
     head = ["type", "layout", *(f"{mib} MiB, {bits} bits" for mib in MIB for bits in BITS)]
     return markdown(head, [[*kind, *line] for kind, line in cells.items()])
 
@@ -97,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="the small tensors, few rounds")
     quick = parser.parse_args().quick
-    about = {"commit": commit(), "machine": machine()}
+    about = origin()
     folder = ROOT / "benchmarks" / ("out" if quick else "results")
     cases = list(product(DTYPES, LAYOUTS, MIB[: 1 if quick else None], BITS))
     rows: list[dict[str, Any]] = []
@@ -110,8 +106,7 @@ def main() -> None:
         save(folder / "packing.json", rows)
     print(table(rows))
     if not quick:
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(between_markers(text, "packing", table(rows)), encoding="utf-8")
+        put_into(PAGE, "packing", table(rows))
 
 
 if __name__ == "__main__":

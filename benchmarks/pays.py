@@ -19,7 +19,6 @@ told comes from the same two processes: seconds of a step without DDP, and rates
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from functools import cache
@@ -29,13 +28,15 @@ from typing import Any
 import torch
 from ddp_ranks import about, as_rank, run_ranks
 from ddp_ways import wrapped
-from hook_seconds import Given
+from hook_seconds import normal_gradients
 from language import Language, batch, loss_of
 from published import step_on
+from resnet50_gradients import FixedGradients
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks
-from tables import markdown
+from tables import markdown, put_into
+from timing import interleave
 from torch import nn
-from training_rows import load, save
 
 from sn_compress.prediction.cost import INSIDE, Layer, Link, Route, Step, layers, step
 from sn_compress.prediction.predict import Prediction, predict, routes_by_method
@@ -45,7 +46,6 @@ from sn_compress.text_table import text_table
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/pays.json"
-START, END = "<!-- pays:start -->", "<!-- pays:end -->"
 RANKS = 8
 NODES, GPUS = 16, 8  # of the last row
 LINKS = {"0.1": 0.1, "1": 1, "10": 10, "25": 25, "100": 100, "NVLink": 2400}  # Gbit/s each way
@@ -70,7 +70,7 @@ def cases() -> dict[str, tuple[str, float]]:
     }
 
 
-def told(model: str, gbit: float, compute_s: float, rates: Rates) -> Prediction:
+def prediction(model: str, gbit: float, compute_s: float, rates: Rates) -> Prediction:
     """What predict says, with the exchange beside the backward pass."""
     return predict(
         layers(model), ranks=RANKS, link=Link.of_gbit(gbit), rates=rates,
@@ -80,8 +80,8 @@ def told(model: str, gbit: float, compute_s: float, rates: Rates) -> Prediction:
 
 def best(model: str, gbit: float, compute_s: float, rates: Rates) -> float:
     """Times plain of the faster of ours."""
-    found = told(model, gbit, compute_s, rates)
-    return max(found.row(method).speedup for method in OURS)
+    predicted = prediction(model, gbit, compute_s, rates)
+    return max(predicted.row(method).speedup for method in OURS)
 
 
 def of_nodes(gbit: float) -> Link:
@@ -130,35 +130,25 @@ def tables() -> str:
     times_plain = markdown([f"{RANKS} ranks", *names], lines)
     lines = []
     for name, (model, seconds) in cases().items():
-        found = told(model, 1, seconds, core)
-        limits = [found.row(method) for method in OURS]
+        predicted = prediction(model, 1, seconds, core)
+        limits = [predicted.row(method) for method in OURS]
         cells = [
-            f"{it.break_even_gbit:.1f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.1f}"
-            for it in limits
+            f"{limit.break_even_gbit:.1f} Gbit/s; against fp16 {limit.break_even_fp16_gbit:.1f}"
+            for limit in limits
         ]
         lines.append([name.partition(",")[0], *cells])
-    found = predict(
+    predicted = predict(
         layers("gpt2-small"), ranks=NODES * GPUS, link=of_nodes(1), rates=gpu,
         compute_s=A100_GPT2_S, overlap=True,
     )  # fmt: skip
-    limits = [found.row(f"{name} by nodes") for name in OURS]
+    limits = [predicted.row(f"{name} by nodes") for name in OURS]
     cells = [
-        f"{it.break_even_gbit:.0f} Gbit/s; against fp16 {it.break_even_fp16_gbit:.0f}"
-        for it in limits
+        f"{limit.break_even_gbit:.0f} Gbit/s; against fp16 {limit.break_even_fp16_gbit:.0f}"
+        for limit in limits
     ]
     lines.append([f"GPT-2, {NODES} nodes of {GPUS}, codec on an H200", *cells])
     head = ["break-even link, codec on a core", *(f"`{name}`" for name in OURS)]
     return f"{times_plain}\n\n{markdown(head, lines)}"
-
-
-def put_into(page: Path) -> None:
-    """Write the tables between the marks of a page."""
-    text = page.read_text("utf-8")
-    before, start, rest = text.partition(f"{START}\n")
-    _, end, after = rest.partition(END)
-    if not (start and end):
-        raise SystemExit(f"{page.name} has no {START} ... {END}")
-    page.write_text(f"{before}{start}{tables()}\n{end}{after}", "utf-8")
 
 
 class Way:
@@ -166,15 +156,15 @@ class Way:
 
     def __init__(self, name: str, job: dict[str, Any]) -> None:
         torch.manual_seed(0)
-        self.job, self.seconds = job, list[float]()
+        self.job = job
         own = job["model"] == "transformer"
-        self.net: nn.Module = Language() if own else Given(job["model"])
+        self.net: nn.Module = Language() if own else FixedGradients(normal_gradients(job["model"]))
         self.ddp = self.net if name == "alone" else wrapped(name, self.net, dense=DENSE)[0]
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.0)
         self.generator = torch.Generator().manual_seed(torch.distributed.get_rank())
 
-    def step(self) -> None:
-        """One step, which all ranks begin together."""
+    def step(self) -> float:
+        """Seconds of a step that all ranks begin together."""
         torch.distributed.barrier()
         start = time.perf_counter()
         self.optimizer.zero_grad()
@@ -185,30 +175,28 @@ class Way:
             loss = loss_of(self.ddp, *batch(2, 16, self.generator))
         loss.backward()
         self.optimizer.step()
-        self.seconds.append(time.perf_counter() - start)
+        return time.perf_counter() - start
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: rates of the codec, then all ways in turns."""
     rates = measure_rates(Settings(), clock=time.process_time)
-    names = ["alone", *WAYS]
-    ways = [Way(name, job) for name in names]
-    for number in range(SETTLE + job["steps"]):
-        for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-            way.step()
-    taken = {name: way.seconds for name, way in zip(names, ways, strict=True)}
+    steps = {name: Way(name, job).step for name in ["alone", *WAYS]}
+    taken = interleave(steps, job["steps"], settle=SETTLE, rotate=True)
     return {"rates": vars(rates), "taken": taken}
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A row for each way: measured seconds of the slower rank, and predict's."""
     step_s = {
-        name: statistics.median(map(max, *(rank["taken"][name][SETTLE:] for rank in found)))
+        name: statistics.median(map(max, *(rank["taken"][name] for rank in by_rank)))
         for name in ["alone", *WAYS]
     }
-    rates = {name: statistics.fmean(r["rates"][name] for r in found) for name in found[0]["rates"]}
+    rates = {
+        name: statistics.fmean(r["rates"][name] for r in by_rank) for name in by_rank[0]["rates"]
+    }
     return [
-        {"model": job["model"], "gbit": job["gbit"], "way": way, "ranks": len(found)}
+        {"model": job["model"], "gbit": job["gbit"], "way": way, "ranks": len(by_rank)}
         | {"step_s": step_s[way], "compute_s": step_s["alone"], "steps": job["steps"]}
         | {"rates": rates}
         | about(__file__)
@@ -224,20 +212,20 @@ def shapes_of(model: str) -> list[Layer]:
         return [Layer(name, tuple(p.shape)) for name, p in Language().named_parameters()]
 
 
-def said(row: dict[str, Any]) -> Step:
+def predicted_step(row: dict[str, Any]) -> Step:
     """What predict says of a measured row, told what was measured beside it."""
-    found = predict(
+    predicted = predict(
         shapes_of(row["model"]), ranks=row["ranks"], link=Link.of_gbit(row["gbit"]),
         rates=Rates(**row["rates"]), compute_s=row["compute_s"],
     )  # fmt: skip
-    return found.row(WAYS[row["way"]]).step
+    return predicted.row(WAYS[row["way"]]).step
 
 
 def measured(rows: list[dict[str, Any]]) -> str:
     """Rows as people read them."""
     cells = []
     for row in rows:
-        of = said(row)
+        of = predicted_step(row)
         times = [row["step_s"], of.seconds, of.seconds / row["step_s"]]
         times += [row["compute_s"], of.codec_s, of.exchange_s]
         cells.append([row["model"], row["gbit"], row["way"], *times])
@@ -257,17 +245,16 @@ def measured(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Print, write or measure."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--write", action="store_true", help="into README")
     parser.add_argument("--measure", action="store_true", help="steps behind shaped links")
-    parser.add_argument("--json", type=Path, default=RESULTS)
     parser.add_argument("--models", nargs="+", default=["transformer", "resnet50"])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 0.1])
     parser.add_argument("--steps", type=int, default=9)
     args = parser.parse_args()
     if not args.measure:
         if args.write:
-            put_into(ROOT / "README.md")
+            put_into(ROOT / "README.md", "pays", tables())
         print(f"{tables()}\n")
         print(measured(load(args.json)))
         return
@@ -280,11 +267,11 @@ def main() -> None:
             print(f"{model}, {gbit:g} Gbit/s", flush=True)
             try:
                 with ShapedLinks(2, gbit) as links:
-                    found = run_ranks(__file__, job, ranks=2, timeout_s=1800, links=links)
+                    by_rank = run_ranks(__file__, job, ranks=2, timeout_s=1800, links=links)
             except NoLinksError as why:
                 raise SystemExit(str(why)) from None
             rows = [row for row in rows if (row["model"], row["gbit"]) != (model, gbit)]
-            rows += rows_of(job, found)
+            rows += rows_of(job, by_rank)
             save(args.json, rows)
     print(measured(rows))
 

@@ -18,7 +18,6 @@ A file that is there is gone on with: networks it has are left out, unless `--mo
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -40,8 +39,9 @@ from graphs import (
     unet,
     vgg16,
 )
-from machine import commit, machine
+from machine import origin
 from rivals.planners import PLANNERS
+from rows_file import flags, load, save
 from tables import columns
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_front, plan_graph
@@ -70,12 +70,12 @@ RECOMPUTE = ("keep", "recompute")
 
 def smallest(graph: Graph, time_limit_s: float) -> Plan:
     """The plan of least peak that was found by anyone."""
-    found = [planner(graph, budget_bytes=None) for planner in PLANNERS.values()]
+    plans = [planner(graph, budget_bytes=None) for planner in PLANNERS.values()]
     try:
         plan_graph(graph, graph.base_bytes, time_limit_s=time_limit_s)
     except BudgetError as refusal:
-        found += [refusal.plan] if refusal.plan else []
-    return min(found, key=lambda plan: (plan.peak_bytes, plan.seconds))
+        plans += [refusal.plan] if refusal.plan else []
+    return min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
 
 
 def front(
@@ -84,12 +84,12 @@ def front(
     """What `auto` answers at each budget, the smallest last; `least` where it finds nothing."""
     for count in range(len(budgets), 0, -1):
         try:
-            found = plan_front(
+            plans = plan_front(
                 graph, budgets[:count], techniques=techniques, time_limit_s=time_limit_s
             )
         except BudgetError:
             continue
-        return [*found, *(replace(least, budget_bytes=size) for size in budgets[count:])]
+        return [*plans, *(replace(least, budget_bytes=size) for size in budgets[count:])]
     raise AssertionError("the unplanned peak is a budget that everyone keeps")
 
 
@@ -202,30 +202,25 @@ def main(argv: list[str]) -> int:
     chosen, argv = choice.parse_known_args(argv)
     if chosen.framework in ("torch", "tensorflow"):
         return int(import_module(f"planner_{chosen.framework}").main(argv))
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="four networks at four budgets")
     parser.add_argument("--models", nargs="+", choices=list(NETWORKS), help="some networks only")
     parser.add_argument("--budgets", type=int, default=10)
     parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per budget")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args(argv)
     count, limit = (4, 4.0) if args.quick else (args.budgets, args.time_limit)
-    state = {"commit": commit(), "machine": machine()}
-    rows: list[dict[str, Any]] = []
+    state = origin()
+    # Networks that were not named, and are there, are done.
+    kept = [] if args.quick else load(args.json)
+    rows = [row for row in kept if row["model"] not in (args.models or ())]
     wanted = list(args.models or (QUICK if args.quick else NETWORKS))
-    if args.json and args.json.exists() and not args.quick:
-        # Networks that were not named, and are there, are done.
-        rows = [
-            r for r in json.loads(args.json.read_text()) if r["model"] not in (args.models or ())
-        ]
-        wanted = [model for model in wanted if model not in {r["model"] for r in rows}]
+    wanted = [model for model in wanted if model not in {row["model"] for row in rows}]
     for model in wanted:
-        made = [{**row, **state} for row in measure(model, NETWORKS[model](), count, limit)]
-        show(made)
-        rows = sorted([*rows, *made], key=lambda row: list(NETWORKS).index(row["model"]))
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        measured = [{**row, **state} for row in measure(model, NETWORKS[model](), count, limit)]
+        show(measured)
+        rows = sorted([*rows, *measured], key=lambda row: list(NETWORKS).index(row["model"]))
+        save(args.json, rows)
     if args.png:
         from planner_report import fronts
 

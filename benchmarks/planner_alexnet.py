@@ -10,16 +10,14 @@ recomputation, and 14, 23 and 17 extra layer runs for the three rules.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from graphs import K40_LIKE, alexnet
-from machine import commit, machine
+from machine import origin
 from rivals.planners.walk import carry_out, follow, offloadable, origins
+from rows_file import flags, save
 from tables import columns
 
 from sn_memory import Graph, Plan, check_plan
@@ -59,7 +57,7 @@ def whole_layers(graph: Graph) -> Graph:
 def offload_only(graph: Graph) -> Plan:
     """Liveness, and outputs of convolutions on the host."""
     origin = origins(graph)
-    kept = {s for s, made in enumerate(origin.forward) if made}
+    kept = {s for s, forward in enumerate(origin.forward) if forward}
     convolutions = {s for s in kept if is_conv(graph, origin.makers[s][0])}
     moved = offloadable(graph, follow(graph, kept=kept), convolutions)
     events = follow(
@@ -70,7 +68,7 @@ def offload_only(graph: Graph) -> Plan:
 
 def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
     """Plan, print and return the rows of all stages for one kind of layers."""
-    found: dict[str, tuple[int, Plan | None]] = {
+    by_stage: dict[str, tuple[int, Plan | None]] = {
         "baseline": (sum(s.bytes for s in graph.storages), None)
     }
     for stage, plan in (
@@ -81,10 +79,10 @@ def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
         ("superneurons_memory", policy("superneurons_memory")(graph, budget_bytes=None)),
         ("superneurons", policy("superneurons")(graph, budget_bytes=None)),
     ):
-        found[stage] = plan.peak_bytes, plan
+        by_stage[stage] = plan.peak_bytes, plan
     rows, lines = [], []
-    for stage, (peak_bytes, made) in found.items():
-        reruns = check_plan(graph, made).reruns if made else None
+    for stage, (peak_bytes, stage_plan) in by_stage.items():
+        reruns = check_plan(graph, stage_plan).reruns if stage_plan else None
         rows.append(
             {
                 "model": "alexnet",
@@ -95,14 +93,13 @@ def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
                 "paper_mb_recalled": PAPER_MB.get(stage),
                 "reruns": reruns,
                 "paper_reruns_recalled": PAPER_RERUNS.get(stage),
-                "predicted_s": made.seconds if made else None,
-                "baseline_s": made.baseline_seconds if made else None,
+                "predicted_s": stage_plan.seconds if stage_plan else None,
+                "baseline_s": stage_plan.baseline_seconds if stage_plan else None,
                 "device": graph.device.name,
-                "commit": commit(),
-                "machine": machine(),
+                **origin(),
             }
         )
-        slow = f"{made.overhead:+.1%}" if made else ""
+        slow = f"{stage_plan.overhead:+.1%}" if stage_plan else ""
         ours, papers = "" if reruns is None else str(reruns), str(PAPER_RERUNS.get(stage, ""))
         mib, paper_mb = f"{peak_bytes / 2**20:.1f}", str(PAPER_MB.get(stage, ""))
         lines.append([stage, mib, paper_mb, ours, papers, slow])
@@ -113,13 +110,11 @@ def stages(graph: Graph, layers: str) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     args = parser.parse_args(argv)
     lean = functional(alexnet(200, device=K40_LIKE).graph())
     rows = stages(lean, "torch") + stages(whole_layers(lean), "paper")
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    save(args.json, rows)
     return 0
 
 

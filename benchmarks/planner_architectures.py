@@ -21,7 +21,6 @@ With `--resume` rows that are in the file stay. Two processes at a time, each fo
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import logging
@@ -29,23 +28,25 @@ import random
 import re
 import statistics
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from accuracy import save
 from architectures import ARCHITECTURES, Sample, loss_of
 from architectures_more import MORE
-from machine import commit, machine
-from tables import markdown
+from machine import origin
+from rows_file import flags, load, save
+from tables import markdown, put_into
+from timing import interleave
 from torch._subclasses.fake_tensor import FakeTensor
+from trials import fresh
 
 import sn_memory.torch
 from sn_memory import BudgetError
@@ -56,7 +57,6 @@ from sn_memory.torch.model.step import restore_step, run_step
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "torch_memory_measured.md"
-MARKS = ("<!-- architectures:start -->", "<!-- architectures:end -->")
 RESULTS = ROOT / "benchmarks" / "results" / "planner_architectures.json"
 ALL = ARCHITECTURES | MORE
 Around = Callable[[], AbstractContextManager[Any]]
@@ -84,9 +84,11 @@ def trained(
     with around():
         loss = loss_of(model(**sample))
     loss.backward()
-    found: dict[str, torch.Tensor | None] = {"loss": loss.detach()}
-    found |= {f"gradient of {name}": it.grad for name, it in model.named_parameters()}
-    return found | {f"buffer {name}": it.clone() for name, it in model.named_buffers()}
+    values: dict[str, torch.Tensor | None] = {"loss": loss.detach()}
+    values |= {
+        f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()
+    }
+    return values | {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
 
 
 def budget_of(
@@ -94,12 +96,12 @@ def budget_of(
 ) -> tuple[int, int]:
     """Return the peak of the model's own step, and SHARE of its activations with all the rest."""
     tensors = [*model.parameters(), *model.buffers()]
-    tensors += [it for it in sample.values() if isinstance(it, torch.Tensor)]
-    fixed = sum(it.nbytes for it in tensors)
-    fixed += sum(it.nbytes for it in model.parameters() if it.requires_grad)
+    tensors += [value for value in sample.values() if isinstance(value, torch.Tensor)]
+    fixed = sum(tensor.nbytes for tensor in tensors)
+    fixed += sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
     with restore_step(model, sample), around():
-        whole = run_step(model, model, ((), sample), loss=loss_of).peak_bytes
-    return whole, fixed + int(share * (whole - fixed))
+        peak = run_step(model, model, ((), sample), loss=loss_of).peak_bytes
+    return peak, fixed + int(share * (peak - fixed))
 
 
 def built(name: str, *, cache: bool = True) -> torch.nn.Module:
@@ -128,27 +130,29 @@ def step_seconds(
     models: list[torch.nn.Module], sample: Sample, steps: int, around: Around
 ) -> list[float]:
     """CPU seconds of a training step of each model, the median of steps that take turns."""
-    taken: list[list[float]] = [[] for _ in models]
+
+    def step(model: torch.nn.Module) -> float:
+        model.zero_grad(set_to_none=True)
+        seed(2)
+        began = time.process_time()
+        with around():
+            loss = loss_of(model(**sample))
+        loss.backward()
+        return time.process_time() - began
+
     # The first steps make what later ones have: buffers, functions, states of kernels.
-    for step in range(2 + steps):
-        for model, runs in zip(models, taken, strict=True):
-            model.zero_grad(set_to_none=True)
-            seed(2)
-            began = time.process_time()
-            with around():
-                loss = loss_of(model(**sample))
-            loss.backward()
-            if step >= 2:
-                runs.append(time.process_time() - began)
-    return [statistics.median(runs) for runs in taken]
+    runs = {number: partial(step, model) for number, model in enumerate(models)}
+    return [statistics.median(taken) for taken in interleave(runs, steps, settle=2).values()]
 
 
 def fake_tensors(model: torch.nn.Module, results: Iterable[Any]) -> int:
     """Count the fake tensors in a model's modules and among the results of its steps."""
-    held = [*StateSnapshot(it for module in model.modules() for it in kept_by(module)).tensors()]
-    held += [it for module in model.modules() for it in module.__dict__.values()]
+    held = [
+        *StateSnapshot(tensor for module in model.modules() for tensor in kept_by(module)).tensors()
+    ]
+    held += [value for module in model.modules() for value in module.__dict__.values()]
     held += [*model.parameters(), *model.buffers(), *results]
-    return sum(isinstance(it, FakeTensor) for it in held)
+    return sum(isinstance(tensor, FakeTensor) for tensor in held)
 
 
 def row_of(
@@ -177,22 +181,22 @@ def row_of(
     """
     model, sample = built(name, cache=cache), ALL[name].sample()
     around = ALL[name].around
-    whole, share = budget_of(model, sample, SHARE, around)
+    plain_bytes, share = budget_of(model, sample, SHARE, around)
     budget = budget or share
     row = {
         "architecture": name,
         "backend": backend,
-        "plain_bytes": whole,
+        "plain_bytes": plain_bytes,
         "budget_bytes": budget,
     }
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", PlanWarning)
         began = time.process_time()
         try:
             with around():
                 planned = sn_memory.torch.plan(model, sample, budget, backend=backend, **settings)
         except (BudgetError, sn_memory.torch.TraceError) as error:
-            reasons = [*_plan_warnings(said), f"{type(error).__name__}: {error}"]
+            reasons = [*_plan_warnings(caught), f"{type(error).__name__}: {error}"]
             return row | {"chosen": "refused", "reason": _short(" ".join(reasons))}
         plan_s = time.process_time() - began
         with around():
@@ -225,9 +229,10 @@ def row_of(
             taken = step_seconds(models, sample, steps, around)
             names = ("plain", "planned", "checkpoint")
             row |= {
-                f"{it}_step_s": round(found, 6) for it, found in zip(names, taken, strict=False)
+                f"{name}_step_s": round(seconds, 6)
+                for name, seconds in zip(names, taken, strict=False)
             }
-    return row | {"reason": _short(" ".join(_plan_warnings(said)))}
+    return row | {"reason": _short(" ".join(_plan_warnings(caught)))}
 
 
 def rows_of(name: str, **settings: Any) -> Iterator[dict[str, Any]]:
@@ -255,8 +260,8 @@ def rows_of(name: str, **settings: Any) -> Iterator[dict[str, Any]]:
         yield row | {"checkpoint_bytes": least}
 
 
-def _plan_warnings(said: list[warnings.WarningMessage]) -> list[str]:
-    return [str(it.message) for it in said if issubclass(it.category, PlanWarning)]
+def _plan_warnings(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(warning.message) for warning in caught if issubclass(warning.category, PlanWarning)]
 
 
 def _short(text: str) -> str:
@@ -266,21 +271,21 @@ def _short(text: str) -> str:
 
 def in_a_process(name: str, quick: bool) -> list[dict[str, Any]]:
     """Return the rows of an architecture, made in a process of its own."""
-    command = [sys.executable, __file__, "--rows", name, *(["--quick"] if quick else [])]
+    words = ["--rows", name, *(["--quick"] if quick else [])]
     ended = "it was stopped after its time"
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-        said = done.stdout
+        done = fresh(__file__, *words, timeout_s=LIMIT_S)
+        output = done.stdout
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         ended = f"the process ended with {done.returncode}: {last}"
     except subprocess.TimeoutExpired as error:
-        said = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
-    rows = [json.loads(line) for line in said.splitlines() if line.startswith('{"arch')]
-    made = {it["backend"] for it in rows}
+        output = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
+    rows = [json.loads(line) for line in output.splitlines() if line.startswith('{"arch')]
+    measured = {row["backend"] for row in rows}
     return rows + [
-        {"architecture": name, "backend": it, "chosen": "crashed", "reason": ended}
-        for it in BACKENDS
-        if it not in made
+        {"architecture": name, "backend": backend, "chosen": "crashed", "reason": ended}
+        for backend in BACKENDS
+        if backend not in measured
     ]
 
 
@@ -296,8 +301,8 @@ def table(rows: list[dict[str, Any]]) -> str:
         if row["chosen"] in ("refused", "crashed"):
             by = f"{row['backend']}: {row['chosen']}"
         cells = [row["architecture"], by, f"{row['plan_s']:.1f}" if "plan_s" in row else ""]
-        sizes = (row.get(f"{it}_bytes") for it in ("plain", "budget", "predicted", "measured"))
-        cells += ["" if it is None else f"{it / 1024:,.0f}" for it in sizes]
+        sizes = (row.get(f"{kind}_bytes") for kind in ("plain", "budget", "predicted", "measured"))
+        cells += ["" if size is None else f"{size / 1024:,.0f}" for size in sizes]
         for than in ("plain", "checkpoint"):
             taken = row.get(f"{than}_step_s")
             cells.append(f"{row['planned_step_s'] / taken:.2f}" if taken else "")
@@ -312,18 +317,9 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(head, lines)
 
 
-def write_page(rows: list[dict[str, Any]]) -> None:
-    """Put the table between its marks on the page."""
-    text = PAGE.read_text()
-    before, rest = text.split(MARKS[0])
-    after = rest.split(MARKS[1])[1]
-    PAGE.write_text(f"{before}{MARKS[0]}\n{table(rows)}\n{MARKS[1]}{after}")
-
-
 def main() -> None:
     """Read the command line; make the rows, or those of one architecture."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=[])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--resume", action="store_true")
@@ -337,23 +333,23 @@ def main() -> None:
         for row in rows_of(args.rows, **quick):
             print(json.dumps(row), flush=True)
         return
-    about = {"commit": commit(), "machine": machine(), "torch": torch.__version__}
-    kept = json.loads(args.json.read_text()) if args.resume and args.json.exists() else []
-    found = {(it["architecture"], it["backend"]): it for it in kept}
+    about = origin() | {"torch": torch.__version__}
+    kept = load(args.json) if args.resume else []
+    by_key = {(row["architecture"], row["backend"]): row for row in kept}
     missing = [
         name
         for name in args.only or ALL
-        if args.only or any((name, backend) not in found for backend in BACKENDS)
+        if args.only or any((name, backend) not in by_key for backend in BACKENDS)
     ]
     with ThreadPoolExecutor(2) as pool:
         for rows in pool.map(lambda name: in_a_process(name, args.quick), missing):
             for row in rows:
-                found[row["architecture"], row["backend"]] = row | about
+                by_key[row["architecture"], row["backend"]] = row | about
                 print(table([row]).splitlines()[-1], row["reason"][:300], flush=True)
             order = ((name, backend) for name in ALL for backend in ROWS)
-            save(args.json, [found[key] for key in order if key in found])
+            save(args.json, [by_key[key] for key in order if key in by_key])
     if args.json == RESULTS:
-        write_page(json.loads(RESULTS.read_text()))
+        put_into(PAGE, "architectures", table(load(RESULTS)))
 
 
 if __name__ == "__main__":

@@ -18,18 +18,17 @@ kept. `--quick` takes smaller sizes.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 from architectures_tensorflow import BUILDERS, build
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 from tables import markdown
 
 import sn_memory.tensorflow
@@ -42,13 +41,13 @@ SHARE = 0.7
 
 def plain_peak(model: Any, sample: Any) -> tuple[int, int]:
     """Return what is resident, and the measured peak of a plain step on top of that."""
-    resident = sum(_bytes(it) for it in model.variables)
+    resident = sum(_bytes(variable) for variable in model.variables)
     resident += int(tf.size(sample)) * sample.dtype.size
     step = model_step(model)
     step(sample)
-    with sn_memory.tensorflow.Allocations() as found:
+    with sn_memory.tensorflow.Allocations() as allocations:
         step(sample)
-    return resident, found.peak_bytes
+    return resident, allocations.peak_bytes
 
 
 def row(
@@ -57,27 +56,27 @@ def row(
     """Plan one architecture and verify it."""
     case = build(name, scale)
     resident, needed = plain_peak(case.model, case.sample)
-    gradients = sum(_bytes(it) for it in case.model.trainable_variables)
+    gradients = sum(_bytes(variable) for variable in case.model.trainable_variables)
     fixed = resident + gradients
     budget = int(fixed + share * (resident + needed - fixed))
-    found: dict[str, Any] = {
+    entry: dict[str, Any] = {
         "architecture": name, "scale": scale, "share": share, "chosen": "", "reason": "",
         "plain_bytes": resident + needed, "budget_bytes": budget,
     }  # fmt: skip
     began = time.perf_counter()
     try:
-        with warnings.catch_warnings(record=True) as said:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", sn_memory.tensorflow.PlanWarning)
             planned = sn_memory.tensorflow.plan(
                 case.model, case.sample, budget, profile=False, time_limit_s=time_limit_s
             )
     except (BudgetError, TraceError) as error:
-        return found | {"chosen": "refused", "reason": _reason(error)}
+        return entry | {"chosen": "refused", "reason": _reason(error)}
     except Exception as error:  # noqa: BLE001 - what the table is there to find
-        return found | {"chosen": "failed", "reason": f"{type(error).__name__}: {error}"}
+        return entry | {"chosen": "failed", "reason": f"{type(error).__name__}: {error}"}
     result = sn_memory.tensorflow.verify(planned, case.sample)
-    notes = [str(it.message) for it in said if isinstance(it.message, UserWarning)]
-    return found | {
+    notes = [str(warning.message) for warning in caught if isinstance(warning.message, UserWarning)]
+    return entry | {
         "chosen": planned.sn_memory.backend,
         "reason": " ".join(notes),
         "predicted_bytes": result.predicted_peak_bytes,
@@ -92,11 +91,11 @@ def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a Markdown table."""
     head = ("architecture", "by", "own, MiB", "budget", "predicted", "measured", "differ by")
     lines = []
-    for found in rows:
-        sizes = (found.get(f"{it}_bytes") for it in ("plain", "budget", "predicted", "measured"))
-        cells = [found["architecture"], found["chosen"]]
-        cells += ["" if it is None else f"{it / 2**20:.1f}" for it in sizes]
-        cells.append(f"{found['error_relative']:.0e}" if found.get("error_relative") else "")
+    for row in rows:
+        sizes = (row.get(f"{kind}_bytes") for kind in ("plain", "budget", "predicted", "measured"))
+        cells = [row["architecture"], row["chosen"]]
+        cells += ["" if size is None else f"{size / 2**20:.1f}" for size in sizes]
+        cells.append(f"{row['error_relative']:.0e}" if row.get("error_relative") else "")
         lines.append(cells)
     return markdown(head, lines)
 
@@ -111,9 +110,8 @@ def _reason(error: Exception) -> str:
 
 def main() -> None:
     """Run the rows that were asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--table", action="store_true", help="print the rows of FILE, make none")
     parser.add_argument("--models", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
     args = parser.parse_args()
@@ -126,12 +124,10 @@ def main() -> None:
         return
     for name in args.models:
         scale = 1 if args.quick else 2
-        rows = [it for it in rows if (it["architecture"], it["scale"]) != (name, scale)]
-        rows.append(row(name, scale) | {"commit": commit(), "machine": machine()})
+        rows = [row for row in rows if (row["architecture"], row["scale"]) != (name, scale)]
+        rows.append(row(name, scale) | origin())
         print(json.dumps(rows[-1]), flush=True)
-        if args.json:
-            text = json.dumps({"rows": rows}, indent=1)
-            args.json.write_text(text + "\n", encoding="utf-8")
+        save(args.json, {"rows": rows})
         tf.keras.backend.clear_session()
         gc.collect()
 

@@ -11,16 +11,14 @@ Seconds are predicted for a K40-like device, as in the paper; `solve_s` is measu
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from graphs import K40_LIKE, deep_stages, resnet
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
 
 from sn_memory import BudgetError, Graph, Plan, check_plan, plan_graph
 from sn_memory.graph.liveness import baseline_seconds, peak
@@ -49,7 +47,7 @@ def row(
     replay = check_plan(graph, plan) if plan else None
     held = all_bytes(graph) if planner == "keep_all" else peak(graph).bytes
     seconds = baseline_seconds(graph)
-    made = {
+    result = {
         "model": f"resnet{depth}",
         "framework": "generated",
         "planner": planner,
@@ -72,13 +70,13 @@ def row(
         "host_peak_bytes": replay.host_peak_bytes if replay else 0,
         "device": graph.device.name,
     }
-    sizes = [made[key] / 2**30 for key in ("predicted_peak_bytes", "baseline_peak_bytes")]
+    sizes = [result[key] / 2**30 for key in ("predicted_peak_bytes", "baseline_peak_bytes")]
     what = f"{planner:>10} depth {depth:5} batch {batch:3} update {'early' if early else 'end':5}"
-    slow = made["predicted_s"] / seconds - 1
+    slow = result["predicted_s"] / seconds - 1
     print(
         f"{what} {sizes[0]:6.2f} of {sizes[1]:6.2f} GiB, {slow:+.1%}, planned in {s / 60:.1f} min"
     )
-    return made
+    return result
 
 
 def all_bytes(graph: Graph) -> int:
@@ -125,9 +123,8 @@ def most_blocks(early: bool) -> int:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="only what needs no long planning")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--time-limit", type=float, default=120.0)
     parser.add_argument("--low", type=int, help="blocks of stage three to bisect from")
     parser.add_argument("--update", action="append", choices=("end", "early"))
@@ -136,10 +133,9 @@ def main(argv: list[str]) -> int:
     parts = args.part or ["deepest", "resnet2500"]
     rows: list[dict[str, Any]] = []
 
-    def note(made: dict[str, Any]) -> None:
-        rows.append({**made, "commit": commit(), "machine": machine()})
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row | origin())
+        save(args.json, rows)
 
     if "resnet2500" in parts:
         for batch in (1,) if args.quick else (1, 16):

@@ -8,19 +8,17 @@ resident, and the largest storages by kind of op at each peak.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import keras
 import models
 import tensorflow as tf
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_tensorflow import transformer
+from rows_file import flags, save
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
@@ -103,21 +101,20 @@ def pairs(side: int, batch: int) -> dict[str, tuple[Any, Any, Any, Any]]:
 def alive(graph: Graph) -> dict[str, int]:
     """Bytes at the peak per kind of op that made them, the six largest."""
     maker = {name: op.kind for op in graph.ops for name in op.outputs}
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for name, size in peak(graph).owners:
-        found[maker.get(name, name if name in ("resident", "workspace") else "input")] += size
-    return dict(found.most_common(7))
+        sizes[maker.get(name, name if name in ("resident", "workspace") else "input")] += size
+    return dict(sizes.most_common(7))
 
 
 def main(argv: list[str]) -> int:
     """Trace, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--side", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     rows: list[dict[str, Any]] = []
-    state = {"commit": commit(), "machine": machine(), "side": args.side, "batch": args.batch}
+    state = origin() | {"side": args.side, "batch": args.batch}
     for name, (one, sample, other, spec) in pairs(args.side, args.batch).items():
         graphs = {
             "torch": sn_memory.torch.trace(one, sample, profile=False).graph,
@@ -134,10 +131,9 @@ def main(argv: list[str]) -> int:
         ratio = row["tensorflow_peak_bytes"] / row["torch_peak_bytes"]
         print(f"{name}: TensorFlow over torch {ratio:.4f}", flush=True)
         for framework in graphs:
-            shown = {key: f"{it / 2**20:.1f}" for key, it in row[f"{framework}_alive"].items()}
+            shown = {key: f"{size / 2**20:.1f}" for key, size in row[f"{framework}_alive"].items()}
             print(f"  {framework} {row[f'{framework}_peak_bytes'] / 2**20:.1f} MiB, of it {shown}")
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save(args.json, rows)
     return 0
 
 

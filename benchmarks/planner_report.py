@@ -7,11 +7,12 @@ Writes between the markers of the page, and docs/planner.png. Nothing is planned
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
+from rows_file import load
 from tables import between_markers, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -131,10 +132,7 @@ def source(rows: list[Row], command: str) -> str:
 
 def fronts(rows: list[dict[str, Any]], path: Path) -> None:
     """Draw one panel per network: memory across, extra time up, a line per planner."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     models = list(dict.fromkeys(row["model"] for row in rows))
     columns = min(4, len(models))
@@ -196,7 +194,7 @@ def main() -> None:
         ("deep", "planner_deep", deep),
         ("alexnet", "planner_alexnet", stages),
     ):
-        rows = json.loads((RESULTS / f"{stem}.json").read_text())
+        rows = load(RESULTS / f"{stem}.json")
         body = f"{show(rows)}\n\n{source(rows, f'python -m benchmarks {stem}')}"
         text = between_markers(text, name, body)
         if stem == "planner":

@@ -19,22 +19,24 @@ graph's own peak. Rows already in FILE are kept. `--quick` takes small images.
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import keras
 import tensorflow as tf
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, load, save
+from timing import interleave
+from trials import restart_high_water
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, Plan, check_plan, plan_graph
@@ -91,9 +93,9 @@ def training_step(model: keras.Model) -> Any:
 def measured(run: Any, x: Any) -> sn_memory.tensorflow.Allocations:
     """What a warm step asks for."""
     float(run(x))
-    with sn_memory.tensorflow.Allocations() as found:
+    with sn_memory.tensorflow.Allocations() as allocations:
         float(run(x))
-    return found
+    return allocations
 
 
 def one_thread() -> None:
@@ -107,13 +109,17 @@ def seconds_of(runs: list[Any], x: Any, rounds: int = 7) -> list[tuple[float, fl
 
     The steps take turns, so that a busy machine is busy for all.
     """
-    found: list[list[tuple[float, float]]] = [[] for _ in runs]
-    for _ in range(rounds):
-        for mine, run in zip(found, runs, strict=True):
-            began, worked = time.perf_counter(), time.process_time()
-            float(run(x))
-            mine.append((time.process_time() - worked, time.perf_counter() - began))
-    return [(median(it[0] for it in mine), median(it[1] for it in mine)) for mine in found]
+
+    def seconds(run: Any) -> tuple[float, float]:
+        began, worked = time.perf_counter(), time.process_time()
+        float(run(x))
+        return time.process_time() - worked, time.perf_counter() - began
+
+    taken = interleave({number: partial(seconds, run) for number, run in enumerate(runs)}, rounds)
+    return [
+        (median(cpu for cpu, _ in steps), median(wall for _, wall in steps))
+        for steps in taken.values()
+    ]
 
 
 def resident_of(arguments: list[str], plan: Plan | None) -> int:
@@ -150,7 +156,7 @@ def resident(path: Path, name: str, side: int, batch: int) -> int:
     for _ in range(2):
         gc.collect()
         before = status_kib("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")
+        restart_high_water()
         float(run(x))
         rises.append(status_kib("VmHWM") - before)
     return 1024 * max(rises)
@@ -159,7 +165,7 @@ def resident(path: Path, name: str, side: int, batch: int) -> int:
 def status_kib(key: str) -> int:
     """A line of the system's account of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(it for it in lines if it.startswith(key)).split()[1])
+    return int(next(line for line in lines if line.startswith(key)).split()[1])
 
 
 def rows_of(name: str, side: int, batch: int, limit: float) -> list[dict[str, Any]]:
@@ -232,26 +238,22 @@ def renew(
     path: Path | None, wanted: list[str], measure: Callable[[str], Iterable[dict[str, Any]]]
 ) -> None:
     """Put new rows of the wanted models in the place of the file's; a stop keeps what is done."""
-    rows: list[dict[str, Any]] = []
-    if path and path.exists():
-        rows = [row for row in json.loads(path.read_text()) if row["model"] not in wanted]
-    state = {"commit": commit(), "machine": machine()}
+    rows = [row for row in load(path) if row["model"] not in wanted]
+    state = origin()
     for row in (row for name in wanted for row in measure(name)):
         rows.append({**row, **state})
-        if path:
-            path.write_text(json.dumps(rows, indent=1) + "\n")
+        save(path, rows)
 
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
     names = ["resnet50", "vgg16", "densenet121", "transformer12"]
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="images of 32 pixels, one network")
     parser.add_argument("--models", nargs="+", choices=names)
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per budget")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--resident", type=Path, help="run one step with this plan, for its memory")
     args = parser.parse_args(argv)
     one_thread()

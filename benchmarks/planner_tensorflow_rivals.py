@@ -14,17 +14,16 @@ row with its error.
 
 from __future__ import annotations
 
-import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 from planner_tensorflow import measured, network, one_thread, renew, seconds_of, training_step
+from rows_file import flags
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, check_plan, plan_graph
@@ -44,7 +43,9 @@ def per_block(model: keras.Model, name: str) -> Callable[..., Any]:
     """The same network as a chain of blocks, each under tf.recompute_grad."""
     start, blocks = model.input, []
     pattern, which = ENDS[name]
-    ends = [it for it in model.operations if re.search(pattern, it.name)][which]
+    ends = [operation for operation in model.operations if re.search(pattern, operation.name)][
+        which
+    ]
     for operation in [*ends, model.operations[-1]]:
         if operation.output is not start:
             blocks.append(keras.Model(start, operation.output))
@@ -54,7 +55,7 @@ def per_block(model: keras.Model, name: str) -> Callable[..., Any]:
 
     def call(x: Any, training: bool) -> Any:
         for block in before:
-            x = tf.recompute_grad(lambda it, block=block: block(it, training=training))(x)
+            x = tf.recompute_grad(lambda inputs, block=block: block(inputs, training=training))(x)
         return last(x, training=training)
 
     call.trainable_variables = model.trainable_variables  # type: ignore[attr-defined]
@@ -66,24 +67,24 @@ def rivals_of(name: str, side: int, batch: int, model: keras.Model) -> dict[str,
 
     def scope(mode: str) -> Any:
         with keras.RematScope(mode=mode):
-            made, _ = network(name, side, batch)
-        for mine, other in zip(made.variables, model.variables, strict=True):
+            twin, _ = network(name, side, batch)
+        for mine, other in zip(twin.variables, model.variables, strict=True):
             mine.assign(other)
-        return training_step(made), made
+        return training_step(twin), twin
 
-    found: dict[str, Callable[[], Any]] = {
+    rivals: dict[str, Callable[[], Any]] = {
         "tf.recompute_grad per block": lambda: (training_step(per_block(model, name)), model)
     }
     for mode in MODES:
-        found[f"RematScope {mode}"] = lambda mode=mode: scope(mode)
-    return found
+        rivals[f"RematScope {mode}"] = lambda mode=mode: scope(mode)
+    return rivals
 
 
 def state_after(step: Any, model: keras.Model, x: Any) -> list[Any]:
     """Variables after one step; put back."""
-    before = [it.numpy() for it in model.variables]
+    before = [variable.numpy() for variable in model.variables]
     step(x)
-    after = [it.numpy() for it in model.variables]
+    after = [variable.numpy() for variable in model.variables]
     for variable, value in zip(model.variables, before, strict=True):
         variable.assign(value)
     return after
@@ -114,8 +115,8 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> Iterator[dict[str
             got = state_after(step, owner, x)
         except (AttributeError, TypeError, ValueError, tf.errors.OpError) as error:
             # Keras and autograph put frames before what happened, and arguments after it.
-            said = re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0]
-            lines = [it.strip() for it in said.splitlines() if it.strip()]
+            message = re.sub(r"\x1b\[\d*m", "", str(error)).partition("Arguments received")[0]
+            lines = [line.strip() for line in message.splitlines() if line.strip()]
             row["error"] = f"{type(error).__name__}: {lines[-1]}"
             print(f"{name}, {rival}: {row['error']}", flush=True)
             yield row
@@ -150,13 +151,12 @@ def rows_of(name: str, side: int, batch: int, limit: float) -> Iterator[dict[str
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="images of 32 pixels, one network")
     parser.add_argument("--models", nargs="+", choices=list(ENDS))
     parser.add_argument("--side", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per rival")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
     one_thread()
     side = 32 if args.quick else args.side

@@ -16,19 +16,19 @@ the meta device takes; DEEP is planned there for 12 GiB. All on one thread.
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from models import Bert, Gpt2, InceptionV3, Llama, UNet, densenet121, resnet, vgg16
+from rows_file import flags, load, save
+from timing import interleave
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sn_memory.torch
@@ -54,7 +54,7 @@ class CallSeconds(TorchDispatchMode):
         return result
 
 
-def in_turn(
+def op_seconds(
     forwards: list[Callable[..., Any]], model: torch.nn.Module, sample: torch.Tensor, times: int
 ) -> list[float]:
     """Op seconds of a training step by each of several forward passes, run in turn.
@@ -62,16 +62,18 @@ def in_turn(
     The sum of a step is that of the medians of its calls, so that what else the machine does, and
     what Python does between calls, hardly counts. With one thread, its CPU seconds are taken.
     """
-    steps: list[list[list[float]]] = [[] for _ in forwards]
-    for _ in range(times):
-        for forward, runs in zip(forwards, steps, strict=True):
-            torch.manual_seed(0)
-            with restore_step(model, sample):
-                noted = CallSeconds()
-                with noted:
-                    run_step(forward, model, ((sample,), {}), count=False)
-            runs.append(noted.calls)
-    return [sum(statistics.median(call) for call in zip(*runs, strict=True)) for runs in steps]
+
+    def calls(forward: Callable[..., Any]) -> list[float]:
+        torch.manual_seed(0)
+        with restore_step(model, sample), CallSeconds() as noted:
+            run_step(forward, model, ((sample,), {}), count=False)
+        return noted.calls
+
+    steps = {number: partial(calls, forward) for number, forward in enumerate(forwards)}
+    return [
+        sum(statistics.median(call) for call in zip(*runs, strict=True))
+        for runs in interleave(steps, times).values()
+    ]
 
 
 SHARES = (1.0, 0.6, 0.3, 0.0)
@@ -158,8 +160,8 @@ class Bench:
         spent = time.perf_counter() - began
         torch.manual_seed(0)
         with restore_step(model, sample):
-            found = run_step(model, model, ((sample,), {}), count=True)
-        return cls(name, model, sample, graph, spent, found)
+            step = run_step(model, model, ((sample,), {}), count=True)
+        return cls(name, model, sample, graph, spent, step)
 
     @property
     def unplanned_bytes(self) -> int:
@@ -169,7 +171,7 @@ class Bench:
     @property
     def gradients_bytes(self) -> int:
         """Gradients of the parameters."""
-        return sum(it.nbytes for it in self.model.parameters())
+        return sum(parameter.nbytes for parameter in self.model.parameters())
 
     def budget(self, share: float) -> int:
         """Bytes of a share of the activation memory, and all that is not activations."""
@@ -198,32 +200,32 @@ class Bench:
 
     def run(self, plan: Plan, *, timed: bool) -> dict[str, Any]:
         """Run a plan and compare."""
-        made = sn_memory.torch.plan(self.model, self.sample, plan.peak_bytes, planner=plan)
-        step = made.sn_memory.latest
+        planned = sn_memory.torch.plan(self.model, self.sample, plan.peak_bytes, planner=plan)
+        step = planned.sn_memory.latest
         torch.manual_seed(0)
-        with restore_step(made, self.sample):
+        with restore_step(planned, self.sample):
             # The allocator does not tell copies on the host from tensors.
-            found = run_step(
-                made,
-                made,
+            measured = run_step(
+                planned,
+                planned,
                 ((self.sample,), {}),
                 known=step.known,
                 ignored=step.ignored,
                 kernels=not plan.decided("offload"),
             )
-        expected, results = self.unplanned.results, found.results
+        expected, results = self.unplanned.results, measured.results
         equal = expected.keys() == results.keys() and all(
-            same(it, results[name]) for name, it in expected.items()
+            same(tensor, results[name]) for name, tensor in expected.items()
         )
-        error = found.peak_bytes / plan.peak_bytes - 1
+        error = measured.peak_bytes / plan.peak_bytes - 1
         print(
-            f"    peak {found.peak_bytes / 2**20:.1f} MiB at {found.peak_op}, {error:+.3%} of what "
-            f"was predicted, {'equal' if equal else 'DIFFERENT'}",
+            f"    peak {measured.peak_bytes / 2**20:.1f} MiB at {measured.peak_op}, "
+            f"{error:+.3%} of what was predicted, {'equal' if equal else 'DIFFERENT'}",
             flush=True,
         )
         columns = {
             "predicted_peak_bytes": plan.peak_bytes,
-            "measured_peak_bytes": found.peak_bytes,
+            "measured_peak_bytes": measured.peak_bytes,
             "scratch_bytes": self._most_scratch(),
             "predicted_s": plan.seconds,
             "baseline_predicted_s": plan.baseline_seconds,
@@ -231,7 +233,7 @@ class Bench:
             "equal": equal,
         }
         if timed:
-            ops = in_turn([self.model, made], self.model, self.sample, OP_TIMES)
+            ops = op_seconds([self.model, planned], self.model, self.sample, OP_TIMES)
             columns |= {"baseline_op_s": ops[0], "op_s": ops[1]}
             print(f"    op seconds {ops[0]:.3f} -> {ops[1]:.3f}, {ops[1] / ops[0] - 1:+.1%}")
         return columns
@@ -241,7 +243,7 @@ def same(left: torch.Tensor | None, right: torch.Tensor | None) -> bool:
     """Whether two results have the same bits."""
     if left is None or right is None:
         return left is right
-    bits = [it.detach().contiguous().view(-1).view(torch.uint8) for it in (left, right)]
+    bits = [tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in (left, right)]
     return left.dtype == right.dtype and torch.equal(*bits)
 
 
@@ -271,8 +273,8 @@ def rows_of(
             if share:
                 yield {**columns, "kept": False, "plan_s": spent}
                 continue
-            plans = [it.plan for it in refusals if it.plan is not None]
-            plan = min(plans, key=lambda it: (it.peak_bytes, it.seconds))
+            plans = [refusal.plan for refusal in refusals if refusal.plan is not None]
+            plan = min(plans, key=lambda plan: (plan.peak_bytes, plan.seconds))
             columns["smallest_bytes"] = plan.peak_bytes
         spent = time.perf_counter() - began
         yield {
@@ -290,17 +292,17 @@ def estimated(name: str, make: Make) -> dict[str, Any]:
     with torch.device("meta"):
         model, sample = make[0](), make[1]()
     began, cpu = time.perf_counter(), time.process_time()
-    found = sn_memory.torch.estimate(model, sample, optimizer=torch.optim.AdamW)
+    estimate = sn_memory.torch.estimate(model, sample, optimizer=torch.optim.AdamW)
     spent, cpu = time.perf_counter() - began, time.process_time() - cpu
-    print(f"{name:14} estimated in {spent:.1f} s, {cpu:.1f} s of a core\n{found}", flush=True)
+    print(f"{name:14} estimated in {spent:.1f} s, {cpu:.1f} s of a core\n{estimate}", flush=True)
     return {
         "model": name,
         "framework": "torch",
         "planner": "estimate",
         "share": None,
-        "parameters_bytes": found.parameters_bytes,
-        "activations_bytes": found.activations_bytes,
-        "peak_bytes": found.peak_bytes,
+        "parameters_bytes": estimate.parameters_bytes,
+        "activations_bytes": estimate.activations_bytes,
+        "peak_bytes": estimate.peak_bytes,
         "wall_s": spent,
         "cpu_s": cpu,
     }
@@ -333,7 +335,7 @@ def deep(name: str, make: Make, planner: str, time_limit_s: float) -> dict[str, 
         "share": None,
         "batch": int(sample.shape[0]),
         "ops": len(graph.ops),
-        "layers": sum(1 for it in model.modules() if not next(it.children(), None)),
+        "layers": sum(1 for module in model.modules() if not next(module.children(), None)),
         "kept": True,
         "budget_bytes": DEEP_BYTES,
         "base_bytes": graph.base_bytes,
@@ -351,9 +353,8 @@ def deep(name: str, make: Make, planner: str, time_limit_s: float) -> dict[str, 
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--models", nargs="+", choices=[*FULL, *QUICK, *META, *DEEP])
     parser.add_argument("--planner", default="auto")
     parser.add_argument("--time-limit", type=float, default=20.0)
@@ -362,29 +363,26 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     networks = {**FULL, **QUICK, **META, **DEEP}
     chosen = args.models or (QUICK if args.quick else [*FULL, *META, *DEEP])
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
-    there = {(it["model"], it["planner"], it["share"]) for it in rows}
+    rows = load(args.json)
+    done = {(row["model"], row["planner"], row["share"]) for row in rows}
 
-    def note(made: dict[str, Any]) -> None:
-        rows.append({**made, "commit": commit(), "machine": machine()})
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+    def note(row: dict[str, Any]) -> None:
+        rows.append(row | origin())
+        save(args.json, rows)
 
     for name in chosen:
         if name in META:
-            if (name, "estimate", None) not in there:
+            if (name, "estimate", None) not in done:
                 note(estimated(name, networks[name]))
             continue
         if name in DEEP:
-            if (name, args.planner, None) not in there:
+            if (name, args.planner, None) not in done:
                 note(deep(name, networks[name], args.planner, args.time_limit))
             continue
         shares = [
             share
             for share in (MORE_SHARES if name in OP_TIMED else SHARES)
-            if (name, args.planner, share) not in there
+            if (name, args.planner, share) not in done
         ]
         if shares:
             bench = Bench.of(name, networks[name])

@@ -14,9 +14,7 @@ moves them. The networks are narrow versions, small enough for two cores.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -25,8 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
+from pictures import pyplot
 from planner_torch import QUICK
+from rows_file import flags, load, save
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -57,9 +57,9 @@ class OpSeconds(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         forms = [
-            f"{it.dtype}{tuple(it.shape)}{it.stride()}"
-            for it in tree_leaves((args, kwargs))
-            if isinstance(it, torch.Tensor)
+            f"{tensor.dtype}{tuple(tensor.shape)}{tensor.stride()}"
+            for tensor in tree_leaves((args, kwargs))
+            if isinstance(tensor, torch.Tensor)
         ]
         key = f"{func}{forms}"
         began = time.thread_time()
@@ -80,15 +80,23 @@ def measured(
         with restore_step(model, sample):
             seconds = OpSeconds(least)
             with seconds:
-                found = run_step(forward, model, arguments, count=count)
-    return found.peak_bytes, seconds.calls
+                step = run_step(forward, model, arguments, count=count)
+    return step.peak_bytes, seconds.calls
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
     """The longest row of blocks: what a user would checkpoint one by one."""
-    rows = [list(it) for it in model.modules() if isinstance(it, nn.Sequential | nn.ModuleList)]
+    rows = [
+        list(container)
+        for container in model.modules()
+        if isinstance(container, nn.Sequential | nn.ModuleList)
+    ]
     wide = [block for row in rows for block in row if next(block.children(), None)]
-    return [block for block in wide if not any(block in set(it.modules()) - {it} for it in wide)]
+    return [
+        block
+        for block in wide
+        if not any(block in set(other.modules()) - {other} for other in wide)
+    ]
 
 
 @contextmanager
@@ -161,10 +169,10 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
     least: dict[str, float] = {}
     runs = list(rivals(model, sample, least, shares))
     for peak in sorted({run[0] for _, method, _, run in runs if method != "none"}):
-        found = ours(copy.deepcopy(model), sample, least, peak)
-        if found is not None:
-            runs.append(("eager", "sn_memory", peak, found))
-        print(f"{name} {peak} {found and found[0]}", flush=True)
+        own = ours(copy.deepcopy(model), sample, least, peak)
+        if own is not None:
+            runs.append(("eager", "sn_memory", peak, own))
+        print(f"{name} {peak} {own and own[0]}", flush=True)
     return [
         {
             "model": name,
@@ -172,10 +180,9 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
             "method": method,
             "setting": setting,
             "peak_bytes": peak,
-            "op_s": sum(least[it] for it in calls),
+            "op_s": sum(least[call] for call in calls),
             "calls": len(calls),
-            "commit": commit(),
-            "machine": machine(),
+            **origin(),
         }
         for engine, method, setting, (peak, calls) in runs
     ]
@@ -183,10 +190,7 @@ def rows_of(name: str, shares: tuple[float, ...]) -> list[dict[str, Any]]:
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Peak over what was asked for, and op seconds over peak, per network."""
-    import matplotlib as mpl
-
-    mpl.use("agg")
-    from matplotlib import pyplot as plt
+    plt = pyplot()
 
     names = list(dict.fromkeys(row["model"] for row in rows))
     figure, axes = plt.subplots(
@@ -205,7 +209,7 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
         for (engine, method), colour in colours.items():
             points = sorted(
                 (row for row in mine if (row["engine"], row["method"]) == (engine, method)),
-                key=lambda it: it["setting"],
+                key=lambda row: row["setting"],
             )
             ours = method == "sn_memory"
             peaks = [row["peak_bytes"] / 2**20 for row in points]
@@ -223,22 +227,18 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one network, two budgets")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
+    rows = load(args.json)
     for name in args.models[:1] if args.quick else args.models:
         if any(row["model"] == name for row in rows):
             continue
         rows += rows_of(name, (0.1, 0.5) if args.quick else SHARES)
-        if args.json:
-            args.json.write_text(json.dumps(rows, indent=1) + "\n")
+        save(args.json, rows)
     for row in rows:
         print(
             f"{row['model']:12} {row['engine']:6} {row['method']:20} {row['setting'] or '':>10} "

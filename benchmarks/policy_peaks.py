@@ -13,19 +13,15 @@ kept, so a run that was cut off goes on.
 
 from __future__ import annotations
 
-import argparse
 import copy
-import json
-import os
-import socket
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 from compiled_peaks import MODELS, Step, by_inductor
-from machine import commit, machine
+from ddp_ranks import as_rank, run_ranks
+from machine import origin
+from rows_file import flags, load, save
 from torch import nn
 
 from sn_memory import BudgetError
@@ -52,8 +48,8 @@ class WithLoss(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the mean square of the output."""
-        made = self.net(x)
-        return getattr(made, "logits", made).square().mean()
+        outputs = self.net(x)
+        return getattr(outputs, "logits", outputs).square().mean()
 
 
 def model_of(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -88,15 +84,14 @@ def here(name: str, share: float, *, compiled: bool) -> tuple[int, int, int]:
     return policy.budget_bytes, policy.peak_bytes, peak
 
 
-def rank_of(name: str, share: float) -> None:
-    """What one rank of FSDP2 does; the first prints predicted and measured peak."""
+def work(job: dict[str, Any]) -> dict[str, Any]:
+    """In a rank of FSDP2: budget of the unsharded step, predicted and measured peak."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (RANKS,))
-    model, sample = model_of(name)
-    policy = policy_of(model, sample, share)
+    model, sample = model_of(job["model"])
+    policy = policy_of(model, sample, job["share"])
     expected = policy.sharded_peak_bytes(model, RANKS)
     blocks = [model.get_submodule(path) for path in (*policy.saved, *policy.kept)]
     policy.wrap(model)
@@ -110,55 +105,31 @@ def rank_of(name: str, share: float) -> None:
         with tracker:
             model(sample).backward()
         peak = tracker.peak_bytes
-    if torch.distributed.get_rank() == 0:
-        print(json.dumps([policy.budget_bytes, expected, peak]), flush=True)
-    torch.distributed.destroy_process_group()
+    return {"budget": policy.budget_bytes, "predicted": expected, "peak": peak}
 
 
 def on_ranks(name: str, share: float) -> tuple[int, int, int]:
-    """Budget of the unsharded step, predicted and measured peak of the first of the ranks."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(RANKS)}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--rank", name, str(share)],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **place, "RANK": str(rank)},
-        )
-        for rank in range(RANKS)
-    ]
-    said = [it.communicate()[0] for it in ranks]
-    if any(it.returncode for it in ranks):
-        raise RuntimeError(f"ranks of {name} ended with {[it.returncode for it in ranks]}")
-    budget, predicted, peak = json.loads(said[0].splitlines()[-1])
-    return budget, predicted, peak
+    """What the first of the ranks says."""
+    job = {"model": name, "share": share}
+    first = run_ranks(__file__, job, ranks=RANKS, timeout_s=3600)[0]
+    return first["budget"], first["predicted"], first["peak"]
 
 
 def main(argv: list[str]) -> int:
     """Run, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--shares", nargs="+", type=float, default=SHARES)
-    parser.add_argument("--rank", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     torch._dynamo.config.recompile_limit = 1000
-    if args.rank:
-        rank_of(args.rank[0], float(args.rank[1]))
-        return 0
-    rows: list[dict[str, Any]] = []
-    if args.json and args.json.exists():
-        rows = json.loads(args.json.read_text())
-    there = {(it["model"], it["way"], it["share"]) for it in rows}
+    rows = load(args.json)
+    done = {(row["model"], row["way"], row["share"]) for row in rows}
     for way in args.ways:
         for name in args.models:
             for share in args.shares:
-                if (name, way, share) in there:
+                if (name, way, share) in done:
                     continue
                 if way == "fsdp2":
                     budget, predicted, peak = on_ranks(name, share)
@@ -167,12 +138,10 @@ def main(argv: list[str]) -> int:
                 rows.append(
                     {
                         "model": name, "way": way, "share": share, "budget_bytes": budget,
-                        "predicted_bytes": predicted, "peak_bytes": peak, "commit": commit(),
-                        "machine": machine(),
+                        "predicted_bytes": predicted, "peak_bytes": peak, **origin(),
                     }
                 )  # fmt: skip
-                if args.json:
-                    args.json.write_text(json.dumps(rows, indent=1) + "\n")
+                save(args.json, rows)
                 print(
                     f"{way:9} {name:11} {share:4.2f} predicted {predicted:>10} measured {peak:>10} "
                     f"{peak / predicted - 1:+.2%}",
@@ -181,5 +150,5 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-if __name__ == "__main__":
+if __name__ == "__main__" and not as_rank(work):
     sys.exit(main(sys.argv[1:]))

@@ -9,8 +9,6 @@ so that neighbours on the machine do not count; `seconds` is the median of the r
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -18,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from machine import ROOT, commit, machine
+from machine import ROOT, origin
+from pictures import pyplot
+from rows_file import flags, save
 
 from sn_memory import arrange, check_packing
 from sn_memory.pool.pack import RULES, first_fit, order_by
@@ -105,11 +105,9 @@ def measurements(quick: bool) -> list[Callable[[], dict[str, Any]]]:
 
 def picture(path: Path) -> None:
     """File A, time across and addresses up: packed, and by the best greedy rule."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
     from matplotlib.patches import Rectangle
+
+    plt = pyplot()
 
     rows = read_csv(FILES[0]).buffers
     problem = read_problem(rows)
@@ -156,15 +154,14 @@ def picture(path: Path) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = flags(__doc__)
     parser.add_argument("--png", type=Path, metavar="FILE", help="only draw file A")
     parser.add_argument("--quick", action="store_true", help="one run of each, shorter limits")
     args = parser.parse_args()
     if args.png:
         picture(args.png)
         return
-    where = {"machine": machine(), "commit": commit()}
+    where = origin()
     rows = []
     print(f"{'what':24} {'buffers':>8} {'seconds':>8} {'height/bound':>12} lowest proved")
     for work in measurements(args.quick):
@@ -175,9 +172,7 @@ def main() -> None:
             f"{row['height_over_bound']:12.4f} {'yes' if row['proved_lowest'] else 'no'}",
             flush=True,
         )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -11,23 +11,19 @@ Python holds of the plan, by tracemalloc. Rows in FILE are kept, so a run that w
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
-import os
-import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import save
-from limited_nets import NETS, made
-from machine import commit, machine
-from resident import Watch, status
+from limited_nets import NETS, build
+from machine import origin
+from rows_file import flags, load, matching, save
 from torch import nn
+from trials import Watch, fresh, last_row, status
 
 import sn_memory.torch
 
@@ -49,13 +45,13 @@ def warm() -> None:
 
 def held_bytes(model: nn.Module, sample: torch.Tensor) -> int:
     """Of what a plan counts, what is there before a step."""
-    return sum(it.nbytes for it in (*model.parameters(), *model.buffers(), sample))
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), sample))
 
 
 def row_of(name: str) -> dict[str, Any]:
     """Plan and train one network, and count."""
     warm()
-    model, sample = made(name)
+    model, sample = build(name)
     base = status()["VmData"]
     planned = sn_memory.torch.plan(model, sample, "80%")
     plan, calls = planned.sn_memory.plan, len(planned.sn_memory.trace.graph.ops)
@@ -87,8 +83,7 @@ def row_of(name: str) -> dict[str, Any]:
 
 def main() -> None:
     """Make the rows that are missing."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/process_bytes.json")
+    parser = flags(__doc__, ROOT / "benchmarks/results/process_bytes.json")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--malloc", nargs="+", default=["on", "off"])
     parser.add_argument("--one", help="this network, in this process")
@@ -98,20 +93,15 @@ def main() -> None:
         return
     for name in args.nets:
         for malloc in args.malloc:
-            rows = json.loads(args.json.read_text()) if args.json.exists() else []
-            if any((it["net"], it["malloc"]) == (name, malloc) for it in rows):
+            rows = load(args.json)
+            if matching(rows, {"net": name, "malloc": malloc}):
                 continue
-            done = subprocess.run(
-                [sys.executable, __file__, "--one", name],
-                env=os.environ | {"SN_MEMORY_MALLOC": malloc},
-                capture_output=True, text=True, check=False,
-            )  # fmt: skip
+            done = fresh(__file__, "--one", name, env={"SN_MEMORY_MALLOC": malloc})
             if done.returncode:
                 raise SystemExit(f"{name}: {done.stderr[-2000:]}")
-            row = json.loads(done.stdout.splitlines()[-1])
-            row |= {"malloc": malloc, "commit": commit(), "machine": machine()}
+            row = last_row(done) | {"malloc": malloc, **origin()}
             save(args.json, [*rows, row])
-            mib = {it: round(row[it] / 2**20, 1) for it in row if it.endswith("_bytes")}
+            mib = {key: round(row[key] / 2**20, 1) for key in row if key.endswith("_bytes")}
             print(f"{name}, malloc {malloc}: {row['calls']} calls, {mib}", flush=True)
 
 

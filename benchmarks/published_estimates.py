@@ -9,17 +9,16 @@ meta device; the GPU is one of the table, and is not here.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
+from rows_file import flags, save
+from tables import markdown
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -58,10 +57,10 @@ class Layer(nn.Module):
         """Return the layer of x, both [length, batch, hidden]."""
         length, batch, hidden = x.shape
         mixed = self.into(self.first(x)).view(length, batch * self.heads, 3, -1)
-        q, k, v = (it.transpose(0, 1) for it in mixed.unbind(2))
-        made = checkpoint(self.core, q, k, v, use_reentrant=False) if self.recompute else None
-        made = self.core(q, k, v) if made is None else made
-        x = x + self.dropout(self.out(made.transpose(0, 1).reshape(length, batch, hidden)))
+        q, k, v = (part.transpose(0, 1) for part in mixed.unbind(2))
+        attended = checkpoint(self.core, q, k, v, use_reentrant=False) if self.recompute else None
+        attended = self.core(q, k, v) if attended is None else attended
+        x = x + self.dropout(self.out(attended.transpose(0, 1).reshape(length, batch, hidden)))
         return x + self.dropout(self.down(nn.functional.gelu(self.up(self.second(x)))))
 
 
@@ -111,10 +110,10 @@ def activations(heads: int, hidden: int, batch: int, *, recompute: bool = False)
     with torch.device("meta"):
         model = Layer(hidden, heads, recompute=recompute).to(torch.float16)
         sample = torch.empty(2048, batch, hidden, dtype=torch.float16, requires_grad=True)
-        found = estimate(model, sample, device="a100-80")
+        estimated = estimate(model, sample, device="a100-80")
     # The layer keeps its input, which is no activation to it but the layer's before; its output is
     # the next one's input.
-    return found.activations_bytes
+    return estimated.activations_bytes
 
 
 def formula(heads: int, hidden: int, batch: int, *, recompute: bool = False) -> float:
@@ -143,9 +142,9 @@ def gpt(layers: int, hidden: int, heads: int, *, batch: int = 1, length: int = 1
             )
 
 
-def model_state(found: Any) -> float:
+def model_state(estimated: Any) -> float:
     """Bytes of parameters, gradients and optimizer state."""
-    return found.parameters_bytes + found.gradients_bytes + found.optimizer_bytes
+    return estimated.parameters_bytes + estimated.gradients_bytes + estimated.optimizer_bytes
 
 
 def zero_3() -> float:
@@ -153,12 +152,12 @@ def zero_3() -> float:
     # Any model of so many parameters has this state; a product of one matrix is quickest.
     with torch.device("meta"):
         model, sample = nn.Linear(75_000, 100_000, bias=False), torch.empty(1, 75_000)
-        found = estimate(model, sample, optimizer=torch.optim.Adam, device="h200")
+        estimated = estimate(model, sample, optimizer=torch.optim.Adam, device="h200")
     held = on_cards(
         64,
-        parameters_bytes=found.parameters_bytes,
-        gradients_bytes=found.gradients_bytes,
-        optimizer_bytes=found.optimizer_bytes,
+        parameters_bytes=estimated.parameters_bytes,
+        gradients_bytes=estimated.gradients_bytes,
+        optimizer_bytes=estimated.optimizer_bytes,
         rest_bytes=0,
         units=Units(0, 0),
     )
@@ -184,14 +183,14 @@ def bert(batch: int, optimizer: Any = torch.optim.AdamW) -> float:
     )
     with torch.device("meta"):
         model = transformers.BertForSequenceClassification(config).train()
-        for it in model.parameters():
-            it.grad = torch.empty_like(it, requires_grad=False)
+        for parameter in model.parameters():
+            parameter.grad = torch.empty_like(parameter, requires_grad=False)
         words = torch.empty(batch, 512, dtype=torch.long)
         labels = torch.empty(batch, dtype=torch.long)
-        found = estimate(
+        estimated = estimate(
             model, {"input_ids": words, "labels": labels}, optimizer=optimizer, device="v100"
         )
-    return 1343 * _MIB + max(found.reserved_bytes, found.peak_bytes)
+    return 1343 * _MIB + max(estimated.reserved_bytes, estimated.peak_bytes)
 
 
 CASES = (
@@ -277,13 +276,15 @@ def adafactor() -> Any:
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return rows as a table for the docs."""
-    lines = ["| what | published, GB | ours, GB | difference, % |", "|---|---|---|---|"]
-    lines += [
-        f"| {it['name']} | {it['published_bytes'] / 1e9:,.2f} | {it['ours_bytes'] / 1e9:,.2f} | "
-        f"{it['over'] * 100:+.1f} |"
-        for it in rows
-    ]
-    return "\n".join(lines)
+    head = ("what", "published, GB", "ours, GB", "difference, %")
+    lines = [
+        [
+            row["name"], f"{row['published_bytes'] / 1e9:,.2f}", f"{row['ours_bytes'] / 1e9:,.2f}",
+            f"{row['over'] * 100:+.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, lines)
 
 
 def row_of(case: Case) -> dict[str, Any]:
@@ -302,8 +303,7 @@ def row_of(case: Case) -> dict[str, Any]:
 
 def main() -> None:
     """Estimate all and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--only", default="")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -313,9 +313,7 @@ def main() -> None:
             rows.append(row_of(case))
             print(f"{case.name}: {rows[-1]['over']:+.2%}", flush=True)
     print(table(rows))
-    if options.json:
-        found = {"machine": machine(), "commit": commit(), "rows": rows}
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    save(options.json, origin() | {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -49,8 +49,8 @@ class Way:
         at = (self.steps * hvd.size() + hvd.rank()) * BATCH % (len(images) - BATCH)
         self.steps += 1
         self.optimizer.zero_grad()
-        found = self.net(images[at : at + BATCH])
-        nn.functional.cross_entropy(found, labels[at : at + BATCH]).backward()
+        logits = self.net(images[at : at + BATCH])
+        nn.functional.cross_entropy(logits, labels[at : at + BATCH]).backward()
         if self.name not in ("shared", "none"):
             named = list(self.net.named_parameters())
             for key, parameter in reversed(named):
@@ -64,19 +64,19 @@ class Way:
 
 def worked() -> list[float]:
     """Seconds that the main thread and all others have worked, and the time."""
-    each = {
+    by_process = {
         int(task.parent.name): int(task.read_text().split()[0]) / 1e9
         for task in Path("/proc/self/task").glob("*/schedstat")
     }
-    main = each[os.getpid()]
-    return [main, sum(each.values()) - main, time.perf_counter()]
+    main = by_process[os.getpid()]
+    return [main, sum(by_process.values()) - main, time.perf_counter()]
 
 
 def main() -> None:
     """Measure the ways that are named."""
     torch.set_num_threads(1)
     hvd.init()
-    images, labels = (it[:8000] for it in fashion_mnist("train"))
+    images, labels = (array[:8000] for array in fashion_mnist("train"))
     ways = [Way(name) for name in sys.argv[1:] or ["shared", "powersgd", "none"]]
     for block in range(BLOCKS + 1):
         for way in ways:

@@ -1,4 +1,4 @@
-"""Real Horovod ranks, one in each namespace of `shaped_links`: started, followed, collected."""
+"""Real Horovod ranks in the namespaces of `shaped_links`: started, followed, collected."""
 
 from __future__ import annotations
 
@@ -8,17 +8,70 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ddp_ranks import follow
 from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
 from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
 from horovod.runner.http.http_server import RendezvousServer
+from machine import ROOT
 from shaped_links import ShapedLinks
 
-HERE = Path(__file__).resolve().parent
-_NAP_S = 0.2
+
+@contextmanager
+def started(
+    links: ShapedLinks,
+    folder: Path,
+    command: Sequence[str],
+    *,
+    per_node: int = 1,
+    env: Mapping[str, str] | None = None,
+) -> Iterator[tuple[list[Any], list[Path]]]:
+    """Processes that run a command as Horovod's ranks, and their logs in a folder; all end with it.
+
+    per_node : ranks that share a namespace
+    env : what the ranks find in their environment besides
+    """
+    server = RendezvousServer(verbose=0)
+    port = server.start()
+    hosts = ",".join(f"{links.address(node)}:{per_node}" for node in range(links.ranks))
+    slots = get_host_assignments(parse_hosts(hosts), links.ranks * per_node)
+    server.init(slots)
+    common = create_run_env_vars(links.address(None), ["eth0"], port)
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    common |= {
+        "OMP_NUM_THREADS": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        # Ranks that share a few cores start, and step, far apart.
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **(env or {}),
+    }
+    processes: list[Any] = []
+    logs = [folder / f"log{slot.rank}" for slot in slots]
+    try:
+        for slot, log in zip(slots, logs, strict=True):
+            own = {k: str(v) for k, v in {**common, **create_slot_env_vars(slot)}.items()}
+            with log.open("w") as file:
+                processes.append(
+                    subprocess.Popen(
+                        links.command(slot.rank // per_node, *command),
+                        env=os.environ | own, stdin=subprocess.DEVNULL, stdout=file,
+                        stderr=subprocess.STDOUT,
+                    )
+                )  # fmt: skip
+        yield processes, logs
+    finally:
+        # A rank whose peer is gone waits on; the peer's end is theirs.
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.wait()
+        server.stop()
+        server._httpd.server_close()  # stop() leaves the socket open
 
 
 def run_ranks(
@@ -34,52 +87,17 @@ def run_ranks(
 
     Raises RuntimeError, with what the ranks said, if one fails or time is up; all are ended then.
     """
-    server = RendezvousServer(verbose=0)
-    port = server.start()
-    hosts = ",".join(f"{links.address(rank)}:1" for rank in range(links.ranks))
-    slots = get_host_assignments(parse_hosts(hosts), links.ranks)
-    server.init(slots)
-    common = create_run_env_vars(links.address(None), ["eth0"], port)
     with tempfile.TemporaryDirectory() as folder:
         job = Path(folder) / "job.json"
         job.write_text(json.dumps({"runs": runs}))
-        processes, logs = [], []
-        try:
-            for slot in slots:
-                env = {k: str(v) for k, v in {**common, **create_slot_env_vars(slot)}.items()}
-                env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-                # Ranks that share a few cores start, and step, far apart.
-                env["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "600"
-                paths = [str(HERE.parent), os.environ.get("PYTHONPATH", "")]
-                env["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-                log = open(Path(folder) / f"log{slot.rank}", "w+")  # noqa: SIM115
-                logs.append(log)
-                command = [sys.executable, str(HERE / "training_rank.py"), str(job)]
-                processes.append(
-                    subprocess.Popen(
-                        links.command(slot.rank, *command),
-                        env=os.environ | env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-            found = _Found(Path(folder), links.ranks, done)
-            _follow(processes, logs, time.monotonic() + timeout_s, found)
-            return found.runs
-        finally:
-            # A rank whose peer is gone waits on; the peer's end is theirs.
-            for process in processes:
-                process.kill()
-            for process in processes:
-                process.wait()
-            for log in logs:
-                log.close()
-            server.stop()
-            server._httpd.server_close()  # stop() leaves the socket open
+        ended = _Ended(Path(folder), links.ranks, done)
+        command = [sys.executable, str(ROOT / "benchmarks/training_rank.py"), str(job)]
+        with started(links, Path(folder), command) as (processes, logs):
+            follow(processes, logs, time.monotonic() + timeout_s, ended.look)
+        return ended.runs
 
 
-class _Found:
+class _Ended:
     """What ranks have written so far, one line for each run."""
 
     def __init__(
@@ -95,21 +113,3 @@ class _Found:
         for number in range(len(self.runs), min(map(len, lines))):
             self.runs.append([json.loads(of_rank[number]) for of_rank in lines])
             self._done(number, self.runs[-1])
-
-
-def _follow(processes: list[Any], logs: list[Any], until: float, found: _Found) -> None:
-    while True:
-        codes = [process.poll() for process in processes]
-        found.look()
-        if all(code == 0 for code in codes):
-            return
-        bad = [rank for rank, code in enumerate(codes) if code]
-        if bad or time.monotonic() > until:
-            what = f"rank {bad[0]} ended with {codes[bad[0]]}" if bad else "time is up"
-            shown = bad[0] if bad else 0
-            raise RuntimeError(f"{what}; rank {shown} said:\n{_text(logs[shown])[-3000:]}")
-        time.sleep(_NAP_S)
-
-
-def _text(log: Any) -> str:
-    return Path(log.name).read_text(errors="replace")

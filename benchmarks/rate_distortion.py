@@ -10,7 +10,6 @@ memories are emptied each time, so that only the codec is compared.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,8 +19,10 @@ from typing import Any
 
 import numpy as np
 from gradients import RUN, load
-from machine import commit, machine
+from machine import origin
+from pictures import pyplot
 from rivals.codecs import codec as codec_of
+from rows_file import flags, save
 
 from sn_compress.text_table import text_table
 
@@ -122,7 +123,7 @@ def measure(gradients: dict[str, np.ndarray], steps: set[str]) -> list[dict[str,
             about | {"method": "auto", "preset": None, "settings": "", "ratio": r, "nmse": auto(r)}
             for r in RATIOS
         ]
-    return [row | {"commit": commit(), "machine": machine()} for row in rows]
+    return [row | origin() for row in rows]
 
 
 def label(row: dict[str, Any]) -> str:
@@ -155,20 +156,17 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def worse(rows: list[dict[str, Any]]) -> str:
     """Where ours loses more than a rival."""
-    found = [r for r in rows if r["method"] != "auto" and r["auto_nmse"] > r["nmse"]]
+    lost = [r for r in rows if r["method"] != "auto" and r["auto_nmse"] > r["nmse"]]
     return "\n".join(
         f"  {label(r)} on {r['net']} {r['tensor']} step {r['step']} ({r['n']} elements, ratio "
         f"{r['ratio']:.0f}): {r['nmse']:.3g}, ours {r['auto_nmse']:.3g}"
-        for r in found
+        for r in lost
     )
 
 
 def picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Ratio against NMSE, the median over tensors: every rival a mark, ours a line."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     figure, panels = plt.subplots(1, 2, figsize=(12, 5), sharey=True, layout="constrained")
     marks = dict(zip(sorted({r["method"] for r in rows} - {"auto"}), "osD^vPXd<>h8", strict=False))
@@ -201,19 +199,16 @@ def picture(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     """Measure, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = flags(__doc__)
     parser.add_argument("--png", type=Path, metavar="FILE")
     parser.add_argument("--quick", action="store_true", help="gradients of one step only")
     args = parser.parse_args()
     steps = {"200"} if args.quick else {"5", "60", "200", "400"}
     rows = measure(load(), steps)
     print(table(rows))
-    if told := worse(rows):
-        print(f"worse than a rival:\n{told}")
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
+    if report := worse(rows):
+        print(f"worse than a rival:\n{report}")
+    save(args.json, rows)
     if args.png:
         picture(rows, args.png)
 

@@ -76,9 +76,9 @@ def held(vectors: np.ndarray) -> float:
 
 def frequencies(matrix: np.ndarray, span: int = 64) -> np.ndarray:
     """Of each stretch of a matrix, one row behind the other."""
-    found = np.fft.rfft(matrix.reshape(-1, span), axis=1, norm="ortho")
-    found[:, 1:-1] *= 2**0.5  # each stands for its mirror image, too
-    return found
+    spectrum = np.fft.rfft(matrix.reshape(-1, span), axis=1, norm="ortho")
+    spectrum[:, 1:-1] *= 2**0.5  # each stands for its mirror image, too
+    return spectrum
 
 
 def orders() -> None:
@@ -105,8 +105,8 @@ def orders() -> None:
                 shares.setdefault((name, order), []).append(held(vectors))
         nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
-    for (name, order), found in shares.items():
-        print(f"{name:14} {order:34} {100 * np.mean(found):3.0f} %")
+    for (name, order), values in shares.items():
+        print(f"{name:14} {order:34} {100 * np.mean(values):3.0f} %")
 
 
 def main() -> None:

@@ -38,11 +38,11 @@ class Looked(nn.Module):
         self.layer = layer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        found = self.layer(*args, **kwargs)
-        states = found[0] if isinstance(found, tuple) else found
+        outputs = self.layer(*args, **kwargs)
+        states = outputs[0] if isinstance(outputs, tuple) else outputs
         if states.detach().flatten()[0].item() > 1e6:
             raise ValueError("it diverged")
-        return found
+        return outputs
 
 
 class Text(nn.Module):
@@ -93,19 +93,19 @@ def row(place: str, steps: int) -> dict[str, Any]:
         warnings.simplefilter("ignore")
         parts = sn_memory.torch.plan(Text(PLACES[place]).train(), ids, SHARE, backend="regions")
         peak = max(peak_of(parts, ids) for _ in range(WARM))
-        whole = sn_memory.torch.plan(Text(()).train(), ids, peak, backend="graph")
-    models = {"plain": Text(()).train(), "graph": whole, "regions": parts}
-    found: dict[str, list[float]] = {name: [] for name in models}
+        by_graph = sn_memory.torch.plan(Text(()).train(), ids, peak, backend="graph")
+    models = {"plain": Text(()).train(), "graph": by_graph, "regions": parts}
+    seconds: dict[str, list[float]] = {name: [] for name in models}
     for at in range(WARM + steps):
         for name in list(models)[:: 1 if at % 2 else -1]:
             taken = seconds_of(models[name], ids)
             if at >= WARM:
-                found[name].append(taken)
-    medians = {name: statistics.median(taken) for name, taken in found.items()}
-    pairs = zip(found["regions"], found["graph"], strict=True)
+                seconds[name].append(taken)
+    medians = {name: statistics.median(taken) for name, taken in seconds.items()}
+    pairs = zip(seconds["regions"], seconds["graph"], strict=True)
     return {
         "breaks": place,
-        "peak_bytes": {"graph": peak_of(whole, ids), "regions": peak},
+        "peak_bytes": {"graph": peak_of(by_graph, ids), "regions": peak},
         "seconds": medians,
         "ratio": medians["regions"] / medians["graph"],
         "ratio_of_pairs": statistics.median(mine / own for mine, own in pairs),

@@ -10,8 +10,6 @@ table on the page is written as well.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import time
@@ -23,7 +21,8 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from tables import between_markers, markdown
+from rows_file import flags, load, save
+from tables import markdown, put_into
 from torch import nn
 
 import sn_memory.torch
@@ -247,16 +246,16 @@ def detr() -> tuple[nn.Module, Batches]:
 class Adapted(nn.Module):
     """A layer with an adapter that a hook adds where tokens are shown."""
 
-    def __init__(self, base: nn.Module, given: int, made: int) -> None:
+    def __init__(self, base: nn.Module, inputs: int, outputs: int) -> None:
         super().__init__()
         self.base = base
-        self.down, self.up = nn.Linear(given, 8, bias=False), nn.Linear(8, made, bias=False)
+        self.down, self.up = nn.Linear(inputs, 8, bias=False), nn.Linear(8, outputs, bias=False)
         self.shown = torch.zeros(0)
         self.register_forward_hook(Adapted.added)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.base(x)
-        return found
+        output: torch.Tensor = self.base(x)
+        return output
 
     @staticmethod
     def added(module: Adapted, args: Any, result: torch.Tensor) -> torch.Tensor:
@@ -314,8 +313,8 @@ def alora() -> tuple[nn.Module, Batches]:
 
 
 NETS = {
-    it.__name__: it
-    for it in (wav2vec2, hubert, whisper, experts, pooled, masked, detr, lora, alora)
+    function.__name__: function
+    for function in (wav2vec2, hubert, whisper, experts, pooled, masked, detr, lora, alora)
 }
 # Seeds of the batches that a plan is made for; steps take others. How many rows stay is shown by no
 # shape of what these nets are given, so three batches are.
@@ -351,7 +350,7 @@ def step(model: nn.Module, batch: Any, seed: int) -> tuple[int, list[torch.Tenso
         loss = model(**batch) if isinstance(batch, dict) else model(*batch)
         loss.backward()
     seconds = time.process_time() - began
-    return tracker.peak_bytes, [it.grad for it in model.parameters()], seconds
+    return tracker.peak_bytes, [parameter.grad for parameter in model.parameters()], seconds
 
 
 def equal(mine: list[torch.Tensor | None], own: list[torch.Tensor | None]) -> bool:
@@ -369,7 +368,7 @@ def row(name: str, share: int) -> dict[str, Any]:
     net.train()
     seeded(0)
     plain = NETS[name]()[0].train()
-    found: dict[str, Any] = {"net": name, "share": share}
+    result: dict[str, Any] = {"net": name, "share": share}
     samples = [batch(seed) for seed in SAMPLES.get(name, (0,))]
     began = time.perf_counter()
     budget: int | None = None
@@ -380,26 +379,26 @@ def row(name: str, share: int) -> dict[str, Any]:
         except sn_memory.BudgetError as error:
             budget = error.budget_bytes
             planned = sn_memory.torch.plan(net, samples, error.peak_bytes)
-        found["plan_s"] = round(time.perf_counter() - began, 1)
+        result["plan_s"] = round(time.perf_counter() - began, 1)
         record = planned.sn_memory
-        found["backend"] = record.backend
+        result["backend"] = record.backend
         rows = [
             (step(plain, batch(at), at), step(planned, batch(at), at)) for at in range(1, 1 + STEPS)
         ]
-    top, whole = max(mine[0] for _, mine in rows), record.plan.baseline_peak_bytes
+    top, plain_bytes = max(mine[0] for _, mine in rows), record.plan.baseline_peak_bytes
     sizes = {
         "budget": budget or record.budget_bytes,
         "allowed": record.budget_bytes,
         "predicted": record.plan.peak_bytes,
         "top": top,
-        "plain": whole,
+        "plain": plain_bytes,
     }
-    found |= {f"{name}_mib": round(size / 2**20, 1) for name, size in sizes.items()}
-    found["percent"] = round(100 * top / whole)
-    found["equal"] = sum(equal(mine[1], own[1]) for own, mine in rows)
-    found["seconds"] = [round(mine[2] / own[2], 2) for own, mine in rows]
+    result |= {f"{name}_mib": round(size / 2**20, 1) for name, size in sizes.items()}
+    result["percent"] = round(100 * top / plain_bytes)
+    result["equal"] = sum(equal(mine[1], own[1]) for own, mine in rows)
+    result["seconds"] = [round(mine[2] / own[2], 2) for own, mine in rows]
     print(record.plan, flush=True)
-    return found
+    return result
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -412,44 +411,42 @@ def table(rows: list[dict[str, Any]]) -> str:
         head,
         (
             (
-                TITLES[it["net"]],
-                str(it["share"]),
-                it["backend"],
-                str(it["plain_mib"]),
-                str(it["allowed_mib"])
-                + ("" if it["allowed_mib"] == it["budget_mib"] else ", the least"),
-                str(it["top_mib"]),
-                str(it["percent"]),
-                f"{it['equal']} of {STEPS}",
-                f"{statistics.median(it['seconds']):.2f}",
+                TITLES[row["net"]],
+                str(row["share"]),
+                row["backend"],
+                str(row["plain_mib"]),
+                str(row["allowed_mib"])
+                + ("" if row["allowed_mib"] == row["budget_mib"] else ", the least"),
+                str(row["top_mib"]),
+                str(row["percent"]),
+                f"{row['equal']} of {STEPS}",
+                f"{statistics.median(row['seconds']):.2f}",
             )
-            for it in rows
+            for row in rows
         ),
     )
 
 
 def main() -> None:
     """Run and print."""
-    parser = argparse.ArgumentParser()
+    parser = flags(__doc__)
     parser.add_argument("--only", nargs="*", default=[*NETS])
     parser.add_argument("--shares", nargs="*", type=int, default=[50, 40])
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    kept = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
-    found = {(it["net"], it["share"]): it for it in kept}
+    kept = load(options.json)
+    by_key = {(row["net"], row["share"]): row for row in kept}
     for name in options.only:
         for share in options.shares:
-            made = row(name, share)
-            found[name, share] = made
-            print(made, flush=True)
-    rows = sorted(found.values(), key=lambda it: ([*NETS].index(it["net"]), -it["share"]))
+            measured = row(name, share)
+            by_key[name, share] = measured
+            print(measured, flush=True)
+    rows = sorted(by_key.values(), key=lambda row: ([*NETS].index(row["net"]), -row["share"]))
     print(table(rows))
-    if options.json:
-        options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        if options.json.resolve() == RESULTS:
-            PAGE.write_text(between_markers(PAGE.read_text(), "regions", table(rows)))
+    save(options.json, rows)
+    if options.json and options.json.resolve() == RESULTS:
+        put_into(PAGE, "regions", table(rows))
 
 
 if __name__ == "__main__":

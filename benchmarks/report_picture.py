@@ -45,12 +45,12 @@ def main() -> None:
     )
     others = [planner(graph, budget_bytes=plan.budget_bytes) for planner in PLANNERS.values()]
     others += [plan_graph(graph, f"{part}%", time_limit_s=30) for part in (80, 65, 40, 30)]
-    made = report(graph, plan, others=others)
-    print(made.text(rows=10), end="")
+    page = report(graph, plan, others=others)
+    print(page.text(rows=10), end="")
     if args.png:
-        made.write_png(args.png)
+        page.write_png(args.png)
     if args.html:
-        made.write_html(args.html)
+        page.write_html(args.html)
 
 
 if __name__ == "__main__":

@@ -18,15 +18,15 @@ was cut off goes on. `--table` prints the rows in FILE for docs/pool.md.
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from machine import commit, machine
+from machine import origin
 from planner_torch import FULL
+from rows_file import flags, load, save
+from tables import markdown
 
 import sn_memory.torch
 from sn_memory import BudgetError, Graph, Plan, arrange, plan_buffers, plan_graph
@@ -117,7 +117,7 @@ def columns(graph: Graph, plan: Plan) -> dict[str, Any]:
 
 def kept(graph: Graph, budget: int, first: Plan, limit_s: float) -> dict[str, Any]:
     """Plans for reserved bytes: what each reserves, or the least that was found, and seconds."""
-    found: dict[str, Any] = {}
+    by_setting: dict[str, Any] = {}
 
     def search(live: int, seconds: float | None) -> Plan:
         # The first search is the same for all settings.
@@ -141,8 +141,8 @@ def kept(graph: Graph, budget: int, first: Plan, limit_s: float) -> dict[str, An
         except BudgetError as error:
             row = {"least": error.peak_bytes}
         # Beside the first search, which is the same with and without.
-        found[name] = {**row, "more_s": time.perf_counter() - began}
-    return found
+        by_setting[name] = {**row, "more_s": time.perf_counter() - began}
+    return by_setting
 
 
 def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[dict[str, Any]]:
@@ -150,12 +150,12 @@ def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[di
     with torch.device("meta"):
         model, sample = FULL[name][0](), FULL[name][1]()
     graph = sn_memory.torch.trace(model, sample, device=card, profile=False).graph
-    whole = unplanned_bytes(graph)
-    head = {"network": name, "card": card, "commit": commit(), "machine": machine()}
+    unplanned = unplanned_bytes(graph)
+    head = {"network": name, "card": card, **origin()}
     plain = policy("liveness")(graph, budget_bytes=None)
-    rows = [{**head, "share": None, "unplanned": whole, **columns(graph, plain)}]
+    rows = [{**head, "share": None, "unplanned": unplanned, **columns(graph, plain)}]
     for share in SHARES:
-        budget = int(share * whole)
+        budget = int(share * unplanned)
         row = {**head, "share": share, "budget": budget}
         began = time.perf_counter()
         try:
@@ -174,61 +174,60 @@ def rows_of(name: str, card: str, limit_s: float, *, with_kept: bool) -> list[di
 
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows for docs/pool.md; over the packed height in percent."""
-    lines = [
-        "| network, card | budget | live, MiB | packed | default | expandable | first segment "
-        "| placed | nothing recorded | kept: default | kept: expandable |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    head = (
+        "network, card", "budget", "live, MiB", "packed", "default", "expandable", "first segment",
+        "placed", "nothing recorded", "kept: default", "kept: expandable",
+    )  # fmt: skip
+    lines = []
     for row in rows:
         name = f"{row['network']}, {row['card']}"
         budget = (
             "plain" if row["share"] is None else f"{row['budget'] / MIB:.1f} ({row['share']:.0%})"
         )
         if "live" not in row:
-            lines.append(f"| {name} | {budget} | refused: {row['least'] / MIB:.1f} |" + 8 * "  |")
+            lines.append([name, budget, f"refused: {row['least'] / MIB:.1f}", *[""] * 8])
             continue
         over = [
-            f"{100 * (row[it] / row['packed'] - 1):+.1f} %" if it in row else ""
-            for it in ("default", "expandable", "first", "placed", "classes")
+            f"{100 * (row[allocator] / row['packed'] - 1):+.1f} %" if allocator in row else ""
+            for allocator in ("default", "expandable", "first", "placed", "classes")
         ]
         live = f"{row['live'] / MIB:.1f}"
         packed = f"{100 * (row['packed'] / row['live'] - 1):+.1f} %"
         held = []
-        for it in SETTINGS:
-            made = row.get("kept", {}).get(it)
-            if made is None:
+        for setting in SETTINGS:
+            planned = row.get("kept", {}).get(setting)
+            if planned is None:
                 held.append("")
-            elif "least" in made:
-                held.append(f"refused: {made['least'] / MIB:.0f}")
+            elif "least" in planned:
+                held.append(f"refused: {planned['least'] / MIB:.0f}")
             else:
                 held.append(
-                    f"{made['reserved'] / MIB:.0f}, op time {100 * made['overhead']:+.1f} %"
+                    f"{planned['reserved'] / MIB:.0f}, op time {100 * planned['overhead']:+.1f} %"
                 )
-        lines.append(f"| {' | '.join([name, budget, live, packed, *over, *held])} |")
-    return "\n".join(lines)
+        lines.append([name, budget, live, packed, *over, *held])
+    return markdown(head, lines)
 
 
 def main() -> None:
     """Run what FILE lacks."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path("benchmarks/results/reserved.json"))
+    parser = flags(__doc__, Path("benchmarks/results/reserved.json"))
     parser.add_argument("--models", nargs="+", default=list(FULL), choices=list(FULL))
     parser.add_argument("--time-limit", type=float, default=4.0)
     parser.add_argument("--cards", nargs="+", default=list(CARDS), choices=CARDS)
     parser.add_argument("--no-kept", action="store_true")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    rows = json.loads(options.json.read_text()) if options.json.exists() else []
+    rows = load(options.json)
     if options.table:
         print(table(rows))
         return
     torch.set_num_threads(1)
-    there = {(row["network"], row["card"]) for row in rows}
+    done = {(row["network"], row["card"]) for row in rows}
     for card in options.cards:
         for name in options.models:
-            if (name, card) not in there:
+            if (name, card) not in done:
                 rows += rows_of(name, card, options.time_limit, with_kept=not options.no_kept)
-                options.json.write_text(json.dumps(rows, indent=1) + "\n")
+                save(options.json, rows)
                 print(name, card, flush=True)
 
 

@@ -16,14 +16,12 @@ searches count work, not seconds. The rows are printed as the table of docs/pool
 
 from __future__ import annotations
 
-import argparse
-import json
-from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from machine import commit, machine
+from machine import origin
 from planner_tensorflow import network, one_thread, training_step
+from rows_file import flags, save
 
 import sn_memory.tensorflow
 from sn_memory import BudgetError, Graph, Plan, arrange, plan_buffers, plan_graph
@@ -133,8 +131,7 @@ def run(name: str) -> None:
 
 def main() -> None:
     """Plan, print, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--run", choices=list(NETWORKS))
     options = parser.parse_args()
@@ -151,9 +148,7 @@ def main() -> None:
         for share in SHARES:
             rows.append(row_of(graph, share) | {"network": name})
             print(line_of(rows[-1]), flush=True)
-    if options.json:
-        head = {"commit": commit(), "machine": machine(), "card": CARD}
-        options.json.write_text(json.dumps({**head, "rows": rows}, indent=1) + "\n")
+    save(options.json, origin() | {"card": CARD, "rows": rows})
 
 
 if __name__ == "__main__":

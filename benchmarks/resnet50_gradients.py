@@ -51,21 +51,23 @@ def in_layout(values: torch.Tensor, layout: str) -> torch.Tensor:
     return values.t().contiguous() if layout == "keras" and values.dim() == 2 else values
 
 
-class Given(nn.Module):
+class FixedGradients(nn.Module):
     """A model whose gradients are given."""
 
-    def __init__(self, given: list[torch.Tensor]) -> None:
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
         super().__init__()
-        self.given = given
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros_like(each)) for each in given)
+        self.gradients = gradients
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.zeros_like(gradient)) for gradient in gradients
+        )
 
     def forward(self) -> torch.Tensor:
         """The loss."""
-        pairs = zip(self.weights, self.given, strict=True)
-        return torch.stack([(weight * given).sum() for weight, given in pairs]).sum()
+        pairs = zip(self.weights, self.gradients, strict=True)
+        return torch.stack([(weight * gradient).sum() for weight, gradient in pairs]).sum()
 
 
-def given(job: dict[str, object], rank: int) -> list[torch.Tensor]:
+def gradients_of(job: dict[str, object], rank: int) -> list[torch.Tensor]:
     """A rank's gradients, in torch's layout, of a job's width and classes."""
     shapes = shapes_of(job["width"], job["classes"])  # type: ignore[arg-type]
     return [gradient(shape, seed, rank) for seed, shape in enumerate(shapes)]

@@ -12,12 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from machine import ROOT
-from resnet50_gradients import DENSE, OURS, RATIO, SETTLE, Given, given, in_layout
+from resnet50_gradients import DENSE, OURS, RATIO, SETTLE, FixedGradients, gradients_of, in_layout
+from timing import interleave
 
 KINDS = {"allreduce": "allreduce", "allgather": "allgather"}
 
@@ -43,8 +45,8 @@ def run_horovod(job: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]
         )  # fmt: skip
         if done.returncode:
             raise RuntimeError(f"horovodrun ended with {done.returncode}:\n{done.stdout[-3000:]}")
-        found = [Path(folder) / f"rank{rank}.json" for rank in range(job["ranks"])]
-        return [json.loads(path.read_text()) for path in found]
+        files = [Path(folder) / f"rank{rank}.json" for rank in range(job["ranks"])]
+        return [json.loads(path.read_text()) for path in files]
 
 
 class Sent:
@@ -55,7 +57,7 @@ class Sent:
 
     def __init__(self, library: Any) -> None:
         self.on = False
-        self.found: list[tuple[str, int]] = []
+        self.calls: list[tuple[str, int]] = []
         for name in dir(library):
             if name.startswith("horovod_torch_") and "_async_" in name:
                 setattr(library, name, self._around(name, getattr(library, name)))
@@ -68,8 +70,8 @@ class Sent:
             if self.on:
                 if kind is None:
                     raise ValueError(f"{name}: add what it sends to KINDS")
-                each = [tensors] if isinstance(tensors, torch.Tensor) else tensors
-                self.found.append((kind, sum(tensor.nbytes for tensor in each)))
+                sent = [tensors] if isinstance(tensors, torch.Tensor) else tensors
+                self.calls.append((kind, sum(tensor.nbytes for tensor in sent)))
             return function(tensors, *rest)
 
         return counted
@@ -79,13 +81,17 @@ class Way:
     """One way's model and optimizer in a rank."""
 
     def __init__(self, name: str, gradients: list[torch.Tensor], hvd: Any) -> None:
-        self.name, self.hvd, self.model = name, hvd, Given(gradients)
+        self.name, self.hvd, self.model = name, hvd, FixedGradients(gradients)
         compression = ours() if name == OURS else hvd.Compression.none
         self.optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(self.model.parameters(), lr=0.0),
             named_parameters=[(f"{name} {n}", p) for n, p in self.model.named_parameters()],
             compression=compression,
         )
+
+    def steps(self, count: int) -> list[float]:
+        """So many steps in a row."""
+        return [self.step() for _ in range(count)]
 
     def step(self) -> float:
         """CPU seconds of a backward pass, and of all exchanges, that all ranks begin together."""
@@ -108,25 +114,26 @@ def main() -> None:
     torch.set_num_threads(1)
     sent = Sent(mpi_ops.mpi_lib)
     hvd.init()
-    gradients = given(job, hvd.rank())
-    moved = [in_layout(each, job["layout"]) for each in gradients]
+    gradients = gradients_of(job, hvd.rank())
+    moved = [in_layout(gradient, job["layout"]) for gradient in gradients]
     ways = [Way(name, moved, hvd) for name in job["ways"]]
     facts: dict[str, Any] = {}
     for way in ways:
         for _ in range(SETTLE):
             way.step()
-        sent.found.clear()
+        sent.calls.clear()
         sent.on = True
         way.step()
         sent.on = False
-        facts[way.name] = {"sent": list(sent.found), "buckets": None, "ops_a_bucket": None}
-    taken: dict[str, list[list[float]]] = {way.name: [] for way in ways}
-    for first in range(job["rounds"]):
-        turn = first % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            taken[way.name].append([way.step() for _ in range(job["steps"])])
-    found = {"taken": taken, "facts": facts, "elements": sum(each.numel() for each in gradients)}
-    (folder / f"rank{hvd.rank()}.json").write_text(json.dumps(found))
+        facts[way.name] = {"sent": list(sent.calls), "buckets": None, "ops_a_bucket": None}
+    steps = {way.name: partial(way.steps, job["steps"]) for way in ways}
+    taken = interleave(steps, job["rounds"], rotate=True)
+    result = {
+        "taken": taken,
+        "facts": facts,
+        "elements": sum(gradient.numel() for gradient in gradients),
+    }
+    (folder / f"rank{hvd.rank()}.json").write_text(json.dumps(result))
     hvd.shutdown()
 
 

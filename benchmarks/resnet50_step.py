@@ -18,9 +18,9 @@ torch optimizer (benchmarks/resnet50_horovod.py), which has no PowerSGD:
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,14 @@ from resnet50_gradients import (
     OURS,
     RATIO,
     SETTLE,
-    Given,
-    given,
+    FixedGradients,
+    gradients_of,
     in_layout,
     shapes_of,
 )
 from resnet50_horovod import run_horovod
-from training_rows import load, save
+from rows_file import flags, load, replaced, save
+from timing import interleave
 
 from sn_compress.text_table import text_table
 
@@ -73,7 +74,11 @@ class Way:
 
     def __init__(self, name: str, gradients: list[torch.Tensor]) -> None:
         self.name, self.count = name, OpCount()
-        self.ddp, _ = wrapped(name, Given(gradients), dense=DENSE, count=self.count)
+        self.ddp, _ = wrapped(name, FixedGradients(gradients), dense=DENSE, count=self.count)
+
+    def steps(self, count: int) -> list[float]:
+        """So many steps in a row."""
+        return [self.step() for _ in range(count)]
 
     def step(self) -> float:
         """CPU seconds of a backward pass that all ranks begin together."""
@@ -91,44 +96,47 @@ class Way:
         self.step()
         self.count.on = False
         is_ours = self.name == OURS
-        found = {"sent": sent, "buckets": self.count.buckets or None}
-        return found | {"ops_a_bucket": self.count.a_bucket() if is_ours else None}
+        counts = {"sent": sent, "buckets": self.count.buckets or None}
+        return counts | {"ops_a_bucket": self.count.a_bucket() if is_ours else None}
 
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: seconds [rounds, steps] by way, and facts by way."""
-    gradients = given(job, dist.get_rank())
+    gradients = gradients_of(job, dist.get_rank())
     ways = []
     for name in job["ways"]:
         layout = "torch" if name.startswith("powersgd") else job["layout"]
-        ways.append(Way(name, [in_layout(each, layout) for each in gradients]))
+        ways.append(Way(name, [in_layout(gradient, layout) for gradient in gradients]))
     facts = {}
     for way in ways:
         for _ in range(SETTLE):
             way.step()
         facts[way.name] = way.facts()
-    taken: dict[str, list[list[float]]] = {way.name: [] for way in ways}
-    for first in range(job["rounds"]):
-        turn = first % len(ways)
-        for way in ways[turn:] + ways[:turn]:
-            taken[way.name].append([way.step() for _ in range(job["steps"])])
-    return {"taken": taken, "facts": facts, "elements": sum(each.numel() for each in gradients)}
+    steps = {way.name: partial(way.steps, job["steps"]) for way in ways}
+    taken = interleave(steps, job["rounds"], rotate=True)
+    return {
+        "taken": taken,
+        "facts": facts,
+        "elements": sum(gradient.numel() for gradient in gradients),
+    }
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per way from what the ranks of a run found."""
     rows = []
     for way in job["ways"]:
-        facts, elements = found[0]["facts"][way], found[0]["elements"]
+        facts, elements = by_rank[0]["facts"][way], by_rank[0]["elements"]
         brought = sum(size for _, size in facts["sent"])
         row = {"way": way, **{name: job[name] for name in SETTINGS}, "elements": elements}
         row |= {"ratio": round(4 * elements / brought, 2), "collectives": len(facts["sent"])}
-        row["sent_bytes"] = round(sent_bytes(facts["sent"], len(found)))
+        row["sent_bytes"] = round(sent_bytes(facts["sent"], len(by_rank)))
         row |= {name: facts[name] for name in ("buckets", "ops_a_bucket")}
-        own = [statistics.median(each) for rank in found for each in rank["taken"][way]]
+        own = [statistics.median(steps) for rank in by_rank for steps in rank["taken"][way]]
         row["cpu_s"] = round(statistics.median(own), 4)
         if "plain" in job["ways"]:
-            plain = [statistics.median(each) for rank in found for each in rank["taken"]["plain"]]
+            plain = [
+                statistics.median(steps) for rank in by_rank for steps in rank["taken"]["plain"]
+            ]
             added = [a - b for a, b in zip(own, plain, strict=True)]
             row["added_cpu_s"] = round(statistics.median(added), 4)
         rows.append(row | about(__file__))
@@ -169,8 +177,7 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--seams", nargs="+", choices=SEAMS, default=list(SEAMS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
@@ -195,12 +202,11 @@ def main() -> None:
             continue
         print(f"{seam}, {layout}, {ranks} ranks", flush=True)
         if seam == "ddp":
-            found = run_ranks(__file__, job, ranks=ranks, timeout_s=1200)
+            by_rank = run_ranks(__file__, job, ranks=ranks, timeout_s=1200)
         else:
-            found = run_horovod(job, timeout_s=1200)
-        new = rows_of(job, found)
-        keys = {key_of(row) for row in new}
-        rows = [row for row in rows if key_of(row) not in keys] + new
+            by_rank = run_horovod(job, timeout_s=1200)
+        new = rows_of(job, by_rank)
+        rows = replaced(rows, new, key_of)
         save(args.json, rows)
     print(table(rows))
 

@@ -36,9 +36,9 @@ def main() -> None:
     for settings in SETTINGS:
         codec = FFTCodec(**{"theta": 0.9, **settings})
         for n in (70, 20_001):
-            given = rng.laplace(size=n).astype(np.float32)
-            given[: n // 2] = np.round(given[: n // 2])  # ties
-            tensor = cupy.asarray(given)
+            values = rng.laplace(size=n).astype(np.float32)
+            values[: n // 2] = np.round(values[: n // 2])  # ties
+            tensor = cupy.asarray(values)
             state = codec.new_state(n, like=tensor)
             payloads = [codec.encode(tensor, state=state) for _ in range(2)]
             codec.decode_mean(payloads)

@@ -12,7 +12,6 @@ namespace's interface counts, headers included. The loss is that of held-out tex
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from pathlib import Path
@@ -23,8 +22,8 @@ import torch.distributed as dist
 from ddp_ranks import about, as_rank, measured, run_ranks
 from ddp_ways import wrapped
 from language import Language, batch, loss_of
+from rows_file import flags, load, replaced, save
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
-from training_rows import load, save
 
 from sn_compress.text_table import text_table
 
@@ -93,11 +92,11 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows_of(job: dict[str, Any], found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def rows_of(job: dict[str, Any], by_rank: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row per way from what both ranks found; seconds are the slower rank's."""
     rows = []
     for way in job["ways"]:
-        ranks = [rank[way] for rank in found]
+        ranks = [rank[way] for rank in by_rank]
         steps = list(map(max, *(rank["seconds"][SETTLE:] for rank in ranks)))
         sent = [size for rank in ranks for size in rank["sent"][SETTLE:]]
         curve = ranks[0]["curve"]
@@ -145,8 +144,7 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def main() -> None:
     """Do the runs that are missing, then print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=RESULTS, help="rows go there")
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--report", action="store_true", help="measure nothing")
     parser.add_argument("--clean", action="store_true", help="remove what a killed run has left")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
@@ -175,12 +173,11 @@ def main() -> None:
         print(f"{gbit:g} Gbit/s, seed {seed}", flush=True)
         try:
             with ShapedLinks(2, gbit) as links:
-                found = run_ranks(__file__, job, ranks=2, timeout_s=3600, links=links)
+                by_rank = run_ranks(__file__, job, ranks=2, timeout_s=3600, links=links)
         except NoLinksError as why:
             raise SystemExit(str(why)) from None
-        new = rows_of(job | {"ranks": 2}, found)
-        keys = {key_of(row) for row in new}
-        rows = [row for row in rows if key_of(row) not in keys] + new
+        new = rows_of(job | {"ranks": 2}, by_rank)
+        rows = replaced(rows, new, key_of)
         save(args.json, rows)
     print(table(rows))
 

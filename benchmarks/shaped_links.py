@@ -33,9 +33,9 @@ def why_not() -> str:
         if not shutil.which(tool):
             return f"shaped links need iproute2: there is no {tool} (apt-get install iproute2)"
     probe = f"{PREFIX}probe{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
+    added = subprocess.run(["ip", "netns", "add", probe], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", probe], capture_output=True)
-    return f"no network namespaces here: {made.stderr.strip()}" if made.returncode else ""
+    return f"no network namespaces here: {added.stderr.strip()}" if added.returncode else ""
 
 
 def leftovers() -> list[str]:
@@ -44,12 +44,12 @@ def leftovers() -> list[str]:
     links = _run("ip", "-o", "link", "show", "type", "bridge").split("\n")
     names = [line.split()[0] for line in spaces if line.strip()]
     names += [line.split(": ")[1].partition("@")[0] for line in links if ": " in line]
-    found = []
+    orphans = []
     for name in names:
         owner = name.removeprefix(PREFIX).partition("r")[0].partition("b")[0]
         if name.startswith(PREFIX) and owner.isdigit() and not Path(f"/proc/{owner}").exists():
-            found.append(name)
-    return sorted(found)
+            orphans.append(name)
+    return sorted(orphans)
 
 
 def clean(names: list[str]) -> None:

@@ -46,18 +46,18 @@ def rank_gradients(
     parameters, buffers = list(net.parameters()), list(net.buffers())
     before = [buffer.clone() for buffer in buffers]
     of_first: list[torch.Tensor] = []
-    found, total = [], 0.0
+    by_rank, total = [], 0.0
     for x, y in zip(images, labels, strict=True):
         for buffer, value in zip(buffers, before, strict=True):
             buffer.copy_(value)
         loss = nn.functional.cross_entropy(net(x), y)
         gradients = torch.autograd.grad(loss, parameters)
-        found.append([g.reshape(-1).numpy() for g in gradients])
+        by_rank.append([g.reshape(-1).numpy() for g in gradients])
         total += loss.item()
         of_first = of_first or [buffer.clone() for buffer in buffers]
     for buffer, value in zip(buffers, of_first, strict=True):
         buffer.copy_(value)
-    return found, total / len(images)
+    return by_rank, total / len(images)
 
 
 class Exchange:
@@ -147,30 +147,30 @@ class Frequencies(Exchange):
         vectors : of each tensor those of the ranks
         """
         ranks = len(self.engines)
-        given = [
+        by_engine = [
             [
                 Gradient(tensor.name, tensor.shape, own[rank].copy())
                 for tensor, own in zip(tensors, vectors, strict=True)
             ]
             for rank in range(ranks)
         ]
-        for engine, own in zip(self.engines, given, strict=True):
+        for engine, own in zip(self.engines, by_engine, strict=True):
             engine.sort(own, ranks=ranks, total=_no_sums)  # the step begins: its theta
         running = [
             engine.rounds(own, ranks=ranks, rank=rank)
-            for rank, (engine, own) in enumerate(zip(self.engines, given, strict=True))
+            for rank, (engine, own) in enumerate(zip(self.engines, by_engine, strict=True))
         ]
         asked = [next(rounds)[0] for rounds in running]
         while asked:
-            came = self._carried(asked)
-            asked = [more[0] for rounds, own in zip(running, came, strict=True)
+            received = self._carried(asked)
+            asked = [more[0] for rounds, own in zip(running, received, strict=True)
                      if (more := _sent(rounds, own))]  # fmt: skip
-        return [gradient.values for gradient in given[0]]
+        return [gradient.values for gradient in by_engine[0]]
 
     def _carried(self, asked: Sequence[Collective]) -> list[Any]:
         """What each rank gets of what all have asked for."""
         ranks, words = len(asked), [carry.words for carry in asked]
-        total = sum(each.nbytes for each in words)
+        total = sum(array.nbytes for array in words)
         if asked[0].kind == "gather":
             # Of ranks that bring more or less than others, what one brings and gets in the mean.
             self._gathered(total / ranks, ranks)
@@ -180,7 +180,7 @@ class Frequencies(Exchange):
         ends = [np.cumsum([0, *carry.to_ranks(rank)]) for rank, carry in enumerate(asked)]
         return [
             np.concatenate(
-                [each[end[rank] : end[rank + 1]] for each, end in zip(words, ends, strict=True)]
+                [array[end[rank] : end[rank + 1]] for array, end in zip(words, ends, strict=True)]
             )
             for rank in range(ranks)
         ]
@@ -190,10 +190,10 @@ def _no_sums(*_: Any) -> Any:
     raise NotImplementedError("an engine asked for a sum of all ranks: theta follows what is lost")
 
 
-def _sent(rounds: Any, came: Any) -> list[Collective] | None:
+def _sent(rounds: Any, received: Any) -> list[Collective] | None:
     """What rounds ask for next; None where they have come to their end."""
     try:
-        more: list[Collective] = rounds.send([came])
+        more: list[Collective] = rounds.send([received])
     except StopIteration:
         return None
     return more
@@ -273,12 +273,18 @@ def exchange_gradients(
         name: [of_rank[index] for of_rank in gradients]
         for index, (name, _) in enumerate(net.named_parameters())
     }
-    bucket = {name: it for name, it in exchanges.items() if isinstance(it, Frequencies)}
-    means = {name: it.mean(vectors[name]) for name, it in exchanges.items() if name not in bucket}
+    bucket = {
+        name: exchange for name, exchange in exchanges.items() if isinstance(exchange, Frequencies)
+    }
+    means = {
+        name: exchange.mean(vectors[name])
+        for name, exchange in exchanges.items()
+        if name not in bucket
+    }
     if bucket:
         tensors = list(bucket.values())
-        found = tensors[0].means(tensors, [vectors[name] for name in bucket])
-        means |= dict(zip(bucket, found, strict=True))
+        bucket_means = tensors[0].means(tensors, [vectors[name] for name in bucket])
+        means |= dict(zip(bucket, bucket_means, strict=True))
     for name, parameter in net.named_parameters():
         mean = torch.from_numpy(means[name])
         parameter.grad = mean.to(parameter.dtype).view(parameter.shape)

@@ -23,11 +23,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -35,10 +32,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from machine import command, commit, machine
-from resident import Watch, status
+from machine import command, origin
+from rows_file import flags, save
 from torch import nn
-from training_rows import save
+from trials import Watch, fresh, last_row, status
 
 import sn_memory.torch
 
@@ -83,8 +80,8 @@ class Language(nn.Module):
 
 def batches(count: int) -> list[torch.Tensor]:
     """Numbers of words, always the same."""
-    made = torch.Generator().manual_seed(1)
-    return [torch.randint(WORDS, (BATCH, LENGTH), generator=made) for _ in range(count)]
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(WORDS, (BATCH, LENGTH), generator=generator) for _ in range(count)]
 
 
 def initialised(model: nn.Module) -> nn.Module:
@@ -153,7 +150,7 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
     watch = Watch()
     with torch.device("meta"):
         model: nn.Module = Language()
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     sample, optimizer = batches(1)[0], None
     if way == "memmap":
         Memmap(model, folder)
@@ -176,14 +173,14 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
             time_limit_s=10,
         )  # fmt: skip
         record = model.sn_memory
-        found |= {
+        result |= {
             "planning_s": time.perf_counter() - began,
             "predicted_peak_mib": record.plan.peak_bytes / MIB,
-            "places": {it: list(record.state.places.values()).count(it)
-                       for it in ("device", "state", "host")},
-            "says": repr(record.state).replace(str(held.folder), "a folder"),
+            "places": {place: list(record.state.places.values()).count(place)
+                       for place in ("device", "state", "host")},
+            "says": repr(record.state).replace(str(held.where), "a folder"),
         }  # fmt: skip
-    parameters = sum(it.numel() for it in model.parameters())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     losses, seconds = [], []
     for numbers in batches(steps):
         began = time.perf_counter()
@@ -195,8 +192,8 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
         seconds.append(time.perf_counter() - began)
         losses.append(loss.item())
     most = watch.end()
-    return found | {
-        "losses": [it.hex() for it in losses],
+    return result | {
+        "losses": [loss.hex() for loss in losses],
         "seconds": seconds,
         "parameters": parameters,
         "anonymous_mib": (most["RssAnon"] - before["RssAnon"]) / MIB,
@@ -208,24 +205,22 @@ def child(way: str, steps: int, limit: int, budget: int, folder: str) -> dict[st
 def run(way: str, args: argparse.Namespace, limit: int) -> dict[str, Any]:
     """Train in a new process; what it found, or how it ended."""
     with tempfile.TemporaryDirectory() as folder:
-        given = {"child": way, "steps": args.steps, "limit": limit, "budget": args.budget,
+        options = {"child": way, "steps": args.steps, "limit": limit, "budget": args.budget,
                  "folder": folder}  # fmt: skip
-        command = [sys.executable, __file__]
-        command += [it for name, value in given.items() for it in (f"--{name}", str(value))]
+        words = [word for name, value in options.items() for word in (f"--{name}", value)]
         # Memory that is given back is not kept by the allocator: in all ways alike.
-        environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "OMP_NUM_THREADS": "1"}
-        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        env = {"MALLOC_MMAP_THRESHOLD_": str(1 << 18), "OMP_NUM_THREADS": "1"}
+        ended = fresh(__file__, *words, env=env)
     if ended.returncode == 0:
-        found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-        return found
-    said = ended.stderr.strip().splitlines()
-    return {"died": said[-1][:200] if said else f"signal {-ended.returncode}"}
+        result: dict[str, Any] = last_row(ended)
+        return result
+    errors = ended.stderr.strip().splitlines()
+    return {"died": errors[-1][:200] if errors else f"signal {-ended.returncode}"}
 
 
 def main() -> None:
     """Run each way in turn, and write the rows."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path)
+    parser = flags(__doc__)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, default=240, help="MiB")
@@ -237,41 +232,42 @@ def main() -> None:
         print(json.dumps(child(args.child, args.steps, args.limit, args.budget, args.folder)))
         return
     rows: list[dict[str, Any]] = []
-    common = {"command": command(__file__), "commit": commit(),
-              "machine": machine(), "limit_mib": args.limit, "budget_mib": args.budget}  # fmt: skip
+    common = {"command": command(__file__), **origin(),
+              "limit_mib": args.limit, "budget_mib": args.budget}  # fmt: skip
     died = run("plain", args, args.limit)
     print("plain within the limit:", died)
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+    by_way: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
     for _ in range(args.rounds):
         for way in WAYS:
             one = run(way, args, 0 if way == "plain" else args.limit)
-            found[way].append(one)
+            by_way[way].append(one)
             print(way, one)
-    plain = found["plain"]
-    for way, runs in found.items():
-        alive = [it for it in runs if "losses" in it]
+    plain = by_way["plain"]
+    for way, runs in by_way.items():
+        alive = [run for run in runs if "losses" in run]
         ratios = [
-            statistics.median(it["seconds"][1:]) / statistics.median(other["seconds"][1:])
-            for it, other in zip(runs, plain, strict=True)
-            if "seconds" in it
+            statistics.median(run["seconds"][1:]) / statistics.median(other["seconds"][1:])
+            for run, other in zip(runs, plain, strict=True)
+            if "seconds" in run
         ]
         row = common | {"way": way, "limited": way != "plain", "runs": len(alive)}
         if alive:
-            middle = [statistics.median(it["seconds"][1:]) for it in alive]
-            row |= {key: it for key, it in alive[-1].items() if key not in ("seconds", "losses")}
+            middle = [statistics.median(run["seconds"][1:]) for run in alive]
+            row |= {
+                key: value for key, value in alive[-1].items() if key not in ("seconds", "losses")
+            }
             row |= {
                 "step_s": statistics.median(middle), "of_plain": statistics.median(ratios),
-                "equal": all(it["losses"] == plain[0]["losses"] for it in alive),
+                "equal": all(run["losses"] == plain[0]["losses"] for run in alive),
                 "losses": alive[-1]["losses"],
-                "anonymous_mib": max(it["anonymous_mib"] for it in alive),
-                "mapped_mib": max(it["mapped_mib"] for it in alive),
+                "anonymous_mib": max(run["anonymous_mib"] for run in alive),
+                "mapped_mib": max(run["mapped_mib"] for run in alive),
             }  # fmt: skip
         else:
             row |= {"died": runs[-1].get("died", "")}
         rows.append(row)
     rows.append(common | {"way": "plain", "limited": True, "runs": 0, "died": died.get("died", "")})
-    if args.json:
-        save(args.json, rows)
+    save(args.json, rows)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ will. The whole study also writes its tables into docs/accuracy.md and draws doc
 
 from __future__ import annotations
 
-import argparse
 import math
 import multiprocessing
 import os
@@ -28,10 +27,11 @@ import _study_report as report
 import numpy as np
 import torch
 from _study_methods import BUILD, DENSE, Shapes, build, matrix
-from accuracy import load, save
-from machine import commit, machine
+from machine import origin
 from nets import NETS, UNSEEN_NETS, fashion_mnist
+from rows_file import flags, interruptible, load, missing, save
 from simulated import SMALLEST, Exchange, Plain, exchange_gradients, rank_gradients
+from tables import put_into
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks/results/study.json"
@@ -258,8 +258,7 @@ QUICK = ("plain", "auto", "powersgd 1", "top-k", "qsgd", "auto gather")
 
 def main() -> None:
     """Do the runs that are missing, then write what they say."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="rows go there and are continued there")
+    parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few methods, few steps")
     parser.add_argument("--long", action="store_true", help="few methods, four times the steps")
     parser.add_argument("--unseen", action="store_true", help="nets nothing was chosen on")
@@ -292,38 +291,32 @@ def main() -> None:
     if not runs:
         parser.error("no run of the study is left by --only, --nets, --optimizers and --ratios")
     fields = tuple(asdict(runs[0]))
-    done = {tuple(row[field] for field in fields) for row in rows}
-    missing = [run for run in runs if tuple(asdict(run).values()) not in done]
-    about = {"commit": commit(), "machine": machine()}
-    print(f"{len(missing)} of {len(runs)} runs are missing", flush=True)
+    about = origin()
     # Without these a buffer of a few hundred kilobytes is returned to the system at every step and
     # comes back page by page: half of a step's time. The C library reads them as a process starts.
     for name in ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "MALLOC_TOP_PAD_"):
         os.environ[name] = "1000000000" if name != "MALLOC_TOP_PAD_" else "200000000"
     with multiprocessing.get_context("spawn").Pool(args.workers) as pool:
-        for row in pool.imap_unordered(train, missing):
+        for row in pool.imap_unordered(train, missing(runs, rows)):
             rows.append(row | about)
             save(path, rows)
-            told = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
-            print(" ".join(told), f"({row['seconds']} s)", flush=True)
+            cells = [str(row[f]) for f in (*fields[:5], "ratio_received", "accuracy", "train_loss")]
+            print(" ".join(cells), f"({row['seconds']} s)", flush=True)
     text = report.text(rows, " --long" * args.long + " --unseen" * args.unseen)
     print(f"\n{text}\n\nrows: {path}")
     if args.against:
         print(f"\n{report.compared(rows, load(args.against))}")
     page = ROOT / "docs/accuracy.md"
     if path == LONG_RESULTS:
-        report.put_into(page, "study-long", text)
+        put_into(page, "study-long", text)
     elif path == UNSEEN_RESULTS:
-        report.put_into(page, "study-unseen", text)
+        put_into(page, "study-unseen", text)
     elif path == RESULTS:
         report.picture(rows, ROOT / "docs/study.png")
-        report.put_into(page, "study", text)
+        put_into(page, "study", text)
     elif args.png:
         report.picture(rows, args.png)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except KeyboardInterrupt:
-        raise SystemExit("\nstopped; the same command does what is missing") from None
+    interruptible(main)

@@ -7,6 +7,7 @@ of gpu/ do, may be without it.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 
 def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
@@ -25,8 +26,8 @@ def markdown(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
         with_header_hide=None,
     )
     cells = [list(line) for line in lines]
-    made: str = tabulate(cells, list(head), bare, disable_numparse=True, stralign=None)
-    return made
+    table: str = tabulate(cells, list(head), bare, disable_numparse=True, stralign=None)
+    return table
 
 
 def between_markers(text: str, name: str, new: str) -> str:
@@ -42,6 +43,15 @@ def between_markers(text: str, name: str, new: str) -> str:
     return f"{before}{start}\n{new}\n{end}{after}"
 
 
+def put_into(page: Path, name: str, new: str) -> None:
+    """Replace what stands between the two markers of that name in a page."""
+    try:
+        text = between_markers(page.read_text(encoding="utf-8"), name, new)
+    except ValueError as error:
+        raise SystemExit(f"{page}: {error}") from None
+    page.write_text(text, encoding="utf-8")
+
+
 def columns(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     """Lines for a terminal: the first column is a name, the others are aligned at the right."""
     from tabulate import tabulate
@@ -49,5 +59,5 @@ def columns(head: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
     heads = list(head)
     sides = ["left", *["right"] * (len(heads) - 1)]
     cells = [list(line) for line in lines]
-    made: str = tabulate(cells, heads, "plain", disable_numparse=True, colalign=sides)
-    return made
+    table: str = tabulate(cells, heads, "plain", disable_numparse=True, colalign=sides)
+    return table

@@ -10,13 +10,13 @@ kernels that decision 79 removed, of which the rows of compiled_peaks.json are. 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 from machine import ROOT
+from rows_file import load
 from tables import between_markers, markdown
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -48,8 +48,10 @@ def longer(seconds: float, plain: float) -> str:
 
 def rival(rows: list[Row], budget: int) -> Row | None:
     """The quickest step of torch's own budgets that holds no more than was asked for."""
-    kept = [it for it in rows if it["method"].startswith("torch ") and it["peak_bytes"] <= budget]
-    return min(kept, key=lambda it: it["step_s"], default=None)
+    kept = [
+        row for row in rows if row["method"].startswith("torch ") and row["peak_bytes"] <= budget
+    ]
+    return min(kept, key=lambda row: row["step_s"], default=None)
 
 
 def ratios(rows: list[Row], *, same_peak: bool = False) -> list[float]:
@@ -57,27 +59,27 @@ def ratios(rows: list[Row], *, same_peak: bool = False) -> list[float]:
 
     same_peak : beside those of just that peak, and not those that hold less as well
     """
-    found = []
-    for name in dict.fromkeys(it["model"] for it in rows):
-        of_model = [it for it in rows if it["model"] == name]
-        torchs = [it for it in of_model if it["method"].startswith("torch ")]
-        peaks = {it["peak_bytes"] for it in torchs}
+    quotients = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == name]
+        torchs = [row for row in of_model if row["method"].startswith("torch ")]
+        peaks = {row["peak_bytes"] for row in torchs}
         for row in of_model:
             if row["method"] == "sn_memory" and row["step_s"] and row["budget_bytes"] in peaks:
                 at = row["budget_bytes"]
-                others = [it for it in torchs if not same_peak or it["peak_bytes"] == at]
+                others = [row for row in torchs if not same_peak or row["peak_bytes"] == at]
                 other = rival(others, at)
                 assert other is not None
-                found.append(row["step_s"] / other["step_s"])
-    return found
+                quotients.append(row["step_s"] / other["step_s"])
+    return quotients
 
 
 def compiled(rows: list[Row]) -> str:
     """Budgets of compiled steps: ours, and the quickest of torch's that holds no more."""
     lines = []
-    for name in dict.fromkeys(it["model"] for it in rows):
-        of_model = [it for it in rows if it["model"] == name]
-        plain = next(it for it in of_model if it["method"] == "plain compile")
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == name]
+        plain = next(row for row in of_model if row["method"] == "plain compile")
         first = [name.partition("/")[0], "none", mib(plain["peak_bytes"]), mib(plain["peak_bytes"])]
         lines.append([*first, "", "", ""])
         for row in of_model:
@@ -94,10 +96,10 @@ def compiled(rows: list[Row]) -> str:
             # Rows of another run have its plain step with them, and are beside nothing of this one.
             mine = longer(row["step_s"], row.get("plain_step_s") or plain["step_s"])
             same_run = other is not None and "plain_step_s" not in row
-            beside = f"{row['step_s'] / other['step_s']:.2f}" if other and same_run else ""
+            ratio = f"{row['step_s'] / other['step_s']:.2f}" if other and same_run else ""
             held = [mib(row["predicted_bytes"]), mib(row["peak_bytes"])]
-            lines.append(["", asked, *held, mine, theirs, beside])
-    same, found = ratios(rows, same_peak=True), ratios(rows)
+            lines.append(["", asked, *held, mine, theirs, ratio])
+    same, overall = ratios(rows, same_peak=True), ratios(rows)
     text = markdown(
         ("network", "budget, MiB", "promised", "measured", "step", "torch's budget", "ours over"),
         lines,
@@ -106,30 +108,30 @@ def compiled(rows: list[Row]) -> str:
         f"{text}\n\nAt the peaks of torch's own budgets ours takes {min(same):.2f} to "
         f"{max(same):.2f} times the seconds of the quicker of its solvers there, in the median "
         f"{median(same):.2f}; beside the quickest of its settings that hold no more, "
-        f"{min(found):.2f} to {max(found):.2f}, in the median {median(found):.2f}."
+        f"{min(overall):.2f} to {max(overall):.2f}, in the median {median(overall):.2f}."
     )
 
 
 def settings_over_kernels(rows: list[Row]) -> str:
     """The quickest of torch's settings within each budget, over the planner of kernels."""
     lines, every, kept_by_planner = [], [], 0
-    for name in dict.fromkeys(it["model"] for it in rows):
-        of_model = [it for it in rows if it["model"] == name]
-        plain = next(it for it in of_model if it["method"] == "plain compile")
-        mine = [it for it in of_model if it["method"] == "sn_memory" and it["step_s"]]
-        found = []
+    for name in dict.fromkeys(row["model"] for row in rows):
+        of_model = [row for row in rows if row["model"] == name]
+        plain = next(row for row in of_model if row["method"] == "plain compile")
+        mine = [row for row in of_model if row["method"] == "sn_memory" and row["step_s"]]
+        speedups = []
         for row in mine:
             quickest = rival(of_model, row["budget_bytes"])
             if plain["peak_bytes"] <= row["budget_bytes"]:
-                found.append(1.0)  # both leave the step as it is
+                speedups.append(1.0)  # both leave the step as it is
             elif quickest is not None:
                 own = row["step_s"] * plain["step_s"] / row.get("plain_step_s", plain["step_s"])
-                found.append(quickest["step_s"] / own)
-        shown = [f"{it:.3f}" for it in (min(found), median(found), max(found))]
-        lines.append([name.partition("/")[0], f"{len(found)} of {len(mine)}", *shown])
-        every += found
+                speedups.append(quickest["step_s"] / own)
+        shown = [f"{ratio:.3f}" for ratio in (min(speedups), median(speedups), max(speedups))]
+        lines.append([name.partition("/")[0], f"{len(speedups)} of {len(mine)}", *shown])
+        every += speedups
         kept_by_planner += len(mine)
-    shown = [f"{it:.3f}" for it in (min(every), median(every), max(every))]
+    shown = [f"{ratio:.3f}" for ratio in (min(every), median(every), max(every))]
     lines.append(["all", f"{len(every)} of {kept_by_planner}", *shown])
     return markdown(("network", "budgets kept", "least", "median", "most"), lines)
 
@@ -139,7 +141,7 @@ def policies(rows: list[Row]) -> str:
     words = {"eager": "eager", "compiled": "torch.compile", "fsdp2": "FSDP2, 2 ranks"}
     lines = []
     for way, word in words.items():
-        for row in (it for it in rows if it["way"] == way and it.get("peak_bytes")):
+        for row in (row for row in rows if row["way"] == way and row.get("peak_bytes")):
             over = 100 * (row["peak_bytes"] / row["predicted_bytes"] - 1)
             lines.append([
                 word, row["model"].partition("/")[0], mib(row["budget_bytes"]),
@@ -243,7 +245,7 @@ PARTS: dict[str, tuple[str, Callable[[list[Row]], str]]] = {
 def written(text: str) -> str:
     """The page with its tables."""
     for name, (file, make) in PARTS.items():
-        rows = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+        rows = load(RESULTS / file)
         text = between_markers(text, name, make(rows))
     return text
 
@@ -255,14 +257,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--settings", action="store_true")
     args = parser.parse_args(argv)
     if args.settings:
-        rows = json.loads((RESULTS / "compiled_peaks.json").read_text(encoding="utf-8"))
+        rows = load(RESULTS / "compiled_peaks.json")
         print(settings_over_kernels(rows))
         return 0
     text = PAGE.read_text(encoding="utf-8")
-    made = written(text)
+    new_text = written(text)
     if args.check:
-        return int(made != text)
-    PAGE.write_text(made, encoding="utf-8")
+        return int(new_text != text)
+    PAGE.write_text(new_text, encoding="utf-8")
     return 0
 
 

@@ -16,7 +16,6 @@ bench goes on behind the last one; `--recorded FOLDER` keeps the recordings, too
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 from pathlib import Path
@@ -25,52 +24,51 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # before NumPy: a rank has one core
 
 from published import GPUS, WIRES
+from rows_file import flags, load, save
 from shaped_links import NoLinksError, ShapedLinks, clean, leftovers
-from training_rows import KEYS, key_of, load, row_of, save, table
+from training_rows import key_of, row_of, table
 from training_runs import REPLAYED, TRAINED, estimate_s, replay_runs, say, train_runs
 from wire_methods import METHODS
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with what --quick makes of them."""
-    flags = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    flags.add_argument("--json", type=Path, help="rows go there")
-    flags.add_argument("--estimate", action="store_true", help="record, say how long, and end")
-    flags.add_argument("--stamps", type=Path, help="time stamps of a step of each replayed run")
-    flags.add_argument("--quick", action="store_true", help="4 ranks and few steps, 2 minutes")
-    flags.add_argument("--clean", action="store_true", help="remove what a killed run has left")
-    flags.add_argument("--models", nargs="+", choices=REPLAYED + TRAINED, default=list(REPLAYED))
-    flags.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    flags.add_argument("--ranks", type=int, default=8)
-    flags.add_argument("--gbit", type=float, nargs="+", default=[0.1])
-    flags.add_argument("--steps", type=int, default=3, help="timed ones of a replayed run")
-    flags.add_argument("--train-steps", type=int, default=400)
-    flags.add_argument("--looks", type=int, default=20, help="times accuracy is taken in training")
-    flags.add_argument("--batch", type=int, default=16, help="images per rank in training")
-    flags.add_argument("--target", type=float, help="per cent right that the clock is read at")
-    flags.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
-    flags.add_argument("--warmup", type=int, default=10, help="dense steps of it in training")
-    flags.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
-    flags.add_argument("--gpu", choices=GPUS, default="p100", help="computes, as published")
-    flags.add_argument(
+    parser = flags(__doc__)
+    parser.add_argument("--estimate", action="store_true", help="record, say how long, and end")
+    parser.add_argument("--quick", action="store_true", help="4 ranks and few steps, 2 minutes")
+    parser.add_argument("--clean", action="store_true", help="remove what a killed run has left")
+    parser.add_argument("--models", nargs="+", choices=REPLAYED + TRAINED, default=list(REPLAYED))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--ranks", type=int, default=8)
+    parser.add_argument("--gbit", type=float, nargs="+", default=[0.1])
+    parser.add_argument("--steps", type=int, default=3, help="timed ones of a replayed run")
+    parser.add_argument("--train-steps", type=int, default=400)
+    parser.add_argument("--looks", type=int, default=20, help="times accuracy is taken in training")
+    parser.add_argument("--batch", type=int, default=16, help="images per rank in training")
+    parser.add_argument("--target", type=float, help="per cent right that the clock is read at")
+    parser.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
+    parser.add_argument("--warmup", type=int, default=10, help="dense steps of it in training")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
+    parser.add_argument("--gpu", choices=GPUS, default="p100", help="computes, as published")
+    parser.add_argument(
         "--link",
         choices=WIRES,
         default="10gbe",
         help="of the cluster that a replay at --gbit is: all seconds grow by the rates' ratio",
     )
-    flags.add_argument(
+    parser.add_argument(
         "--overlap", nargs="+", type=int, choices=[0, 1], default=[0], help="exchange beside it"
     )
-    flags.add_argument(
+    parser.add_argument(
         "--codec",
         nargs="+",
         choices=["core", "free"],
         default=["free"],
         help="in replayed runs: the seconds of one core of this machine, or none",
     )
-    flags.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
-    flags.add_argument("--timeout", type=float, default=7200, help="seconds for a rate")
-    args = flags.parse_args(argv)
+    parser.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
+    parser.add_argument("--timeout", type=float, default=7200, help="seconds for a rate")
+    args = parser.parse_args(argv)
     args.overlap = [bool(value) for value in args.overlap]
     if args.quick:
         args.models, args.ranks, args.gbit = ["resnet50", "cnn"], 4, [1.0]
@@ -84,7 +82,6 @@ def do_runs(
     gbit: float,
     runs: list[dict[str, Any]],
     rows: list[dict[str, Any]],
-    stamps: list[dict[str, Any]],
 ) -> None:
     """Do the runs at a rate, and add their rows."""
     from rank_jobs import run_ranks
@@ -94,10 +91,7 @@ def do_runs(
         words = " ".join(str(run[k]) for k in ("model", "method", "codec"))
         say(f"{number + 1}/{len(runs)} {words}: {row['step_s']:.3f} s a step")
         rows.append(row)
-        if run["replayed"]:
-            stamps.append({key: run[key] for key in KEYS} | {"stamps": results[0]["stamps"]})
-        if args.json:
-            save(args.json, rows)
+        save(args.json, rows)
 
     try:
         with ShapedLinks(args.ranks, gbit) as links:
@@ -114,24 +108,22 @@ def main(argv: list[str] | None = None) -> None:
         clean(left)
         print(f"removed {', '.join(left)}" if left else "nothing is left of earlier runs")
         return
-    rows, stamps = load(args.json), list[dict[str, Any]]()
-    there = {key_of(row) for row in rows}
+    rows = load(args.json)
+    done = {key_of(row) for row in rows}
     with tempfile.TemporaryDirectory() as own:
         folder = args.recorded or Path(own)
         folder.mkdir(parents=True, exist_ok=True)
         for gbit in args.gbit:
             wanted = replay_runs(args, gbit, folder) + train_runs(args, gbit)
-            runs = [run for run in wanted if key_of(run) not in there]
+            runs = [run for run in wanted if key_of(run) not in done]
             minutes = sum(estimate_s(run) for run in runs if run["replayed"]) / 60
             say(
                 f"{gbit:g} Gbit/s: {len(runs)} runs to do, {len(wanted) - len(runs)} done before; "
                 f"replayed ones should take {minutes:.0f} minutes"
             )
             if runs and not args.estimate:
-                do_runs(args, gbit, runs, rows, stamps)
+                do_runs(args, gbit, runs, rows)
     print(table(rows))
-    if args.stamps:
-        args.stamps.write_text(json.dumps(stamps))
 
 
 if __name__ == "__main__":

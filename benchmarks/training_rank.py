@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from nets import NETS, fashion_mnist
 from torch import nn
-from travel import Script, Stamp, Travel, play
+from travel import Script, Travel, play
 from wire_methods import OURS, PAPER, method
 
 import sn_compress
@@ -131,19 +131,15 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
     scripts = [Script(**entry) for entry in run["scripts"]]
     forward = (1 - BACKWARD) * run["compute_s"]
     backward = BACKWARD * run["compute_s"] / len(scripts)
-    travel, idle = Travel(hvd, beside=run["overlap"]), Idle()
+    travel, idle = Travel(hvd, overlap=run["overlap"]), Idle()
 
-    def step(*, timed: bool) -> list[Stamp]:
-        stamps = [Stamp("compute", "forward", time.perf_counter(), 0.0)]
+    def step(*, timed: bool) -> None:
         if timed:
             idle.sleep(forward)
-        stamps[0].end = time.perf_counter()
         held = []
         for script in reversed(scripts):
-            start = time.perf_counter()
             if timed:  # with overlap the link is in use from the first tensor on
                 (time.sleep if run["overlap"] else idle.sleep)(backward)
-            stamps.append(Stamp("compute", script.name, start, time.perf_counter()))
             if run["overlap"]:
                 travel.begin(script.name, play(script, free=run["free"] or not timed))
             else:
@@ -151,16 +147,14 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
         for script in held:
             travel.begin(script.name, play(script, free=run["free"] or not timed))
         travel.wait()
-        return stamps
 
     step(timed=False)  # names are negotiated, buffers made
     travel.sent.clear()
     hvd.barrier()
     before, seconds = sent_bytes(), []
     for _ in range(run["steps"]):
-        travel.stamps.clear()
         start = time.perf_counter()
-        stamps = step(timed=True)
+        step(timed=True)
         seconds.append(time.perf_counter() - start)
     hvd.barrier()
     after, steps = sent_bytes(), run["steps"]
@@ -171,9 +165,6 @@ def replay(run: dict[str, Any]) -> dict[str, Any]:
         "idle_bytes_per_s": idle.rate(),
         "reported_bytes_per_step": on_wire(travel.sent) / steps,
         "sent_bytes": sum(size for _, size in travel.sent) / steps,
-        "stamps": [
-            (s.what, s.name, s.start - start, s.end - start) for s in stamps + travel.stamps
-        ],
     }
 
 
@@ -292,10 +283,10 @@ def main() -> None:
         for number, run in enumerate(job["runs"]):
             if "scripts" in run:
                 run["scripts"] = json.loads(Path(run["scripts"]).read_text())
-                found = replay(run)
+                result = replay(run)
             else:
-                found = gossiped(run) if "gossip" in run else train(run)
-            file.write(json.dumps({"number": number, **found}) + "\n")
+                result = gossiped(run) if "gossip" in run else train(run)
+            file.write(json.dumps({"number": number, **result}) + "\n")
             file.flush()
     hvd.shutdown()
 

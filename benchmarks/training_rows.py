@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
-from pathlib import Path
 from typing import Any
 
 from machine import commit, machine
@@ -61,22 +59,6 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
     return tuple(row.get(name) for name in KEYS + SETTINGS)
 
 
-def load(path: Path | None) -> list[dict[str, Any]]:
-    """The rows an earlier run has left."""
-    if path is None or not path.exists():
-        return []
-    rows: list[dict[str, Any]] = json.loads(path.read_text())
-    return rows
-
-
-def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write the rows, so that a stop at any time leaves the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".part")
-    draft.write_text("[\n" + ",\n".join(json.dumps(row) for row in rows) + "\n]\n")
-    os.replace(draft, path)
-
-
 def row_of(run: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     """A flat row from what all ranks of a run found."""
     if run["replayed"]:
@@ -123,14 +105,14 @@ def averaged(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     seeds: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for row in rows:
         seeds.setdefault(key_of(row | {"seed": None}), []).append(row)
-    found = []
+    averages = []
     for same in seeds.values():
         means = {}
         for name in _MEASURED:
             values = [row[name] for row in same]
             means[name] = None if None in values else statistics.fmean(values)
-        found.append(same[0] | means | {"seed": len(same)})
-    return found
+        averages.append(same[0] | means | {"seed": len(same)})
+    return averages
 
 
 def table(rows: list[dict[str, Any]]) -> str:
@@ -151,12 +133,12 @@ def table(rows: list[dict[str, Any]]) -> str:
         plain = [row["step_s"] for row in rows if row["method"] == "plain" and _same(row, group[0])]
         for row in group:
             faster = plain[0] / row["step_s"] if plain else None
-            told = row["predicted_wire_bytes_per_step"] / 1e6
+            predicted_mb = row["predicted_wire_bytes_per_step"] / 1e6
             sent = row["bytes_per_step"] / 1e6
             cells.append(
                 [
-                    row["method"], row["codec"], row["step_s"], faster, row["ratio"], sent, told,
-                    row["accuracy"], row["seconds_to_target"], row["seed"],
+                    row["method"], row["codec"], row["step_s"], faster, row["ratio"], sent,
+                    predicted_mb, row["accuracy"], row["seconds_to_target"], row["seed"],
                 ]
             )  # fmt: skip
         lines.append(text_table(_HEAD, cells, _FORMATS))

@@ -44,8 +44,8 @@ def gradient(layer: Layer, seed: int, most: int | None = None) -> np.ndarray:
     strengths = np.float32(4) * np.arange(1, 9, dtype=np.float32) ** -1
     left = rng.standard_normal((rows, 8), dtype=np.float32) * strengths
     noise += left @ rng.standard_normal((8, columns), dtype=np.float32)
-    whole = rows * columns == layer.elements
-    return noise.reshape(layer.shape if whole else (rows, *layer.shape[1:]))
+    complete = rows * columns == layer.elements
+    return noise.reshape(layer.shape if complete else (rows, *layer.shape[1:]))
 
 
 def scripts_of(model: list[Layer], name: str, ranks: int, ratio: float) -> list[Script]:
@@ -75,8 +75,8 @@ def recorded(folder: Path, model: str, way: str, ranks: int, ratio: float) -> li
     path = folder / f"{model}-{way}-{ranks}-{ratio:g}.json"
     if not path.exists():
         say(f"recording {way} on the tensors of {model}")
-        found = scripts_of(layers(model), way, ranks, ratio)
-        path.write_text(json.dumps([vars(script) for script in found]))
+        scripts = scripts_of(layers(model), way, ranks, ratio)
+        path.write_text(json.dumps([vars(script) for script in scripts]))
     return [Script(**entry) for entry in json.loads(path.read_text())]
 
 
@@ -148,6 +148,6 @@ def estimate_s(run: dict[str, Any]) -> float:
     codec_s = 0.0 if run["free"] else sum(sum(script.codec_s) for script in scripts)
     sent = [wire_bytes(kind, size, run["ranks"]) for s in scripts for kind, size in s.sent]  # type: ignore[arg-type]
     link_s = sum(sent) / (run["gbit"] * 1e9 / 8)
-    beside = max(run["compute_s"], codec_s, link_s)
-    step_s = beside if run["overlap"] else run["compute_s"] + codec_s + link_s
+    overlapped_s = max(run["compute_s"], codec_s, link_s)
+    step_s = overlapped_s if run["overlap"] else run["compute_s"] + codec_s + link_s
     return float(link_s + run["steps"] * step_s)

@@ -85,16 +85,6 @@ def play(script: Script, *, free: bool) -> Exchange:
 
 
 @dataclass
-class Stamp:
-    """Something that happened on this rank, in seconds of its clock."""
-
-    what: str  # "compute", "codec" or "link"
-    name: str
-    start: float
-    end: float
-
-
-@dataclass
 class _Trip:
     name: str
     exchange: Exchange
@@ -102,25 +92,22 @@ class _Trip:
     round: int = 0
     handle: Any = None
     array: np.ndarray | None = None
-    asked: float = 0.0
 
 
 @dataclass
 class Travel:
     """All exchanges of a step on one rank.
 
-    beside : the codec runs in a thread of its own, beside whatever the caller computes; otherwise
+    overlap : the codec runs in a thread of its own, beside whatever the caller computes; otherwise
         in `begin` and `wait`
 
     Attributes
     ----------
-    stamps : what the codec and the link did
     sent : (collective, bytes) of everything this rank put in
     """
 
     hvd: Any
-    beside: bool = False
-    stamps: list[Stamp] = field(default_factory=list)
+    overlap: bool = False
     sent: list[tuple[str, int]] = field(default_factory=list)
     _ready: deque[_Trip] = field(default_factory=deque)
     _away: list[_Trip] = field(default_factory=list)
@@ -134,7 +121,7 @@ class Travel:
         """Send a tensor off."""
         self._open += 1
         self._ready.append(_Trip(name, exchange))
-        if not self.beside:
+        if not self.overlap:
             self._advance()
         elif self._thread is None:
             self._closing = False
@@ -171,12 +158,10 @@ class Travel:
             answer = self.hvd.synchronize(trip.handle)
             # An all-to-all also says how much came of each rank.
             trip.answer = (answer[0] if isinstance(answer, tuple) else answer).numpy()
-            self.stamps.append(Stamp("link", trip.name, trip.asked, time.perf_counter()))
             self._ready.append(trip)
         if not self._ready:
             return bool(done)
         trip = self._ready.popleft()
-        start = time.perf_counter()
         try:
             request = trip.exchange.send(trip.answer)  # type: ignore[arg-type]
         except StopIteration as end:
@@ -184,7 +169,6 @@ class Travel:
             self._open -= 1
         else:
             self._send(trip, request)
-        self.stamps.append(Stamp("codec", trip.name, start, time.perf_counter()))
         return True
 
     def _send(self, trip: _Trip, request: Request) -> None:
@@ -192,7 +176,6 @@ class Travel:
 
         key = f"bench{trip.round}.{trip.name}"
         trip.round += 1
-        trip.asked = time.perf_counter()
         wire = torch.from_numpy(request.array)
         self.sent.append((request.kind, request.array.nbytes))
         if request.kind == "allgather":

@@ -3,26 +3,29 @@
     python -m benchmarks under_limit [--task T ...] [--way W ...] [--limit MIB] [--update early|end]
                                      [--start N] [--grain G] [--steps S] [--json FILE]
 
-Each trial is a process of its own whose private writable memory the kernel limits (RLIMIT_DATA, see
-under_limit_child.py). The size is doubled from `--start` until a trial fails, then halved in until
-the next size is within a part `--grain` of the largest that trained. Trials that the file holds are
-not run again, so a stopped search goes on. Sizes: blocks of a ResNet's third stage by SuperNeurons'
+Each trial is a process of its own whose private writable memory the kernel limits (RLIMIT_DATA).
+The size is doubled from `--start` until a trial fails, then halved in until the next size is within
+a part `--grain` of the largest that trained. Trials that the file holds are not run again, so a
+stopped search goes on. Sizes: blocks of a ResNet's third stage by SuperNeurons'
 rule (6, 32, n, 6), tokens of a GPT-2. `--at N ...` runs these sizes alone, for seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
-import subprocess
+import resource
 import sys
+import time
+import traceback
 from pathlib import Path
 from typing import Any
 
-from machine import commit, machine
-from training_rows import load, save
-from under_limit_child import STARVED
+from machine import origin
+from rows_file import flags, load, matching, save
+from trials import Watch, fresh, last_row, restart_high_water, starved, status
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "under_limit.json"
@@ -31,6 +34,12 @@ WAYS = {
     "resnet": ("plain", "checkpoint", "checkpoint_sqrt", "ours", "ours_state"),
     "gpt2": ("plain", "checkpoint", "ours"),
     "resnet_tensorflow": ("plain", "ours"),
+}
+# The module that has the ways of a task.
+MODULES = {
+    "resnet": "under_limit_torch",
+    "gpt2": "under_limit_torch",
+    "resnet_tensorflow": "under_limit_tensorflow",
 }
 KEYS = ("task", "way", "update", "limit_bytes", "size")
 STEP = {"resnet": 1, "gpt2": 16, "resnet_tensorflow": 1}
@@ -49,34 +58,67 @@ THREADS = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TF_NUM_INTRAOP_THREA
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
 
 
+def child(asked: Row) -> Row:
+    """Train as asked for, in this process; what it took, or why it did not.
+
+    First everything that any way needs is imported, so that all begin alike; then the kernel is
+    told the limit, RLIMIT_DATA at what is there plus so many bytes. It counts private writable
+    memory, if it is used or not, thus at least what is resident of it; planning, the planner's own
+    objects and the arithmetic of the step all happen below it. An allocation beyond fails.
+    """
+    module = importlib.import_module(MODULES[asked["task"]])
+    module.load()
+    base = status()
+    restart_high_water()
+    if asked["limit_bytes"]:
+        most = base["VmData"] + asked["limit_bytes"]
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+    watch = Watch() if asked["way"] == "ours_state" else None
+    result: Row = {"trained": False, "base_bytes": base["VmData"], "steps_cpu_s": []}
+    try:
+        began = time.perf_counter(), time.process_time()
+        step, about = module.prepared(asked)
+        result |= about
+        result |= {"prepared_s": time.perf_counter() - began[0]}
+        result |= {"prepared_cpu_s": time.process_time() - began[1]}
+        result |= {"prepared_peak_bytes": status()["VmHWM"] - base["VmRSS"]}
+        losses, wall, cpu = [], [], []
+        for _ in range(asked["steps"]):
+            began = time.perf_counter(), time.process_time()
+            losses.append(step())
+            wall.append(time.perf_counter() - began[0])
+            cpu.append(time.process_time() - began[1])
+        result |= {"losses": losses, "steps_s": wall, "steps_cpu_s": cpu, "trained": True}
+    except BaseException as error:  # what it is decides the row
+        text = f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        result["error"] = text
+        result["out_of_memory"] = isinstance(error, MemoryError) or starved(str(error))
+        if not result["out_of_memory"] and not module.refuses(error):
+            traceback.print_exc()
+            raise
+    result["resident_bytes"] = status()["VmHWM"] - base["VmRSS"]
+    if watch is not None:
+        most = watch.end()
+        result["anonymous_bytes"] = most["RssAnon"] - base["RssAnon"]
+        result["mapped_bytes"] = most["RssFile"] - base["RssFile"]
+    return result
+
+
 def trial(asked: Row, *, timeout_s: float) -> Row:
     """Run one trial in a process of its own; its row."""
-    fixed, each = MARGIN.get(asked["way"]) or MARGIN[asked["task"]]
-    given = asked | {"margin_bytes": asked.get("margin_bytes") or fixed + each * asked["size"]}
+    fixed, per_unit = MARGIN.get(asked["way"]) or MARGIN[asked["task"]]
+    job = asked | {"margin_bytes": asked.get("margin_bytes") or fixed + per_unit * asked["size"]}
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks" / "under_limit_child.py"), json.dumps(given)],
-        env=os.environ | ALLOCATOR | THREADS | QUIET | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
-    )
-    lines = done.stdout.strip().splitlines()
-    if done.returncode == 0 and lines:
-        return given | json.loads(lines[-1])
+    env = ALLOCATOR | THREADS | QUIET | {"PYTHONPATH": paths}
+    done = fresh(__file__, "--child", json.dumps(job), env=env, timeout_s=timeout_s)
+    if done.returncode == 0 and done.stdout.strip():
+        return job | last_row(done)
     # Where memory runs out inside a library, the process may end without a word.
     last = (done.stderr.strip().splitlines() or [""])[-1]
-    starved = any(it in done.stderr for it in STARVED)
-    if done.returncode > 0 and not starved:
-        raise RuntimeError(f"the trial {given} failed:\n{done.stderr[-2000:]}")
+    if done.returncode > 0 and not starved(done.stderr):
+        raise RuntimeError(f"the trial {job} failed:\n{done.stderr[-2000:]}")
     error = f"ended with {done.returncode}: {last[:160]}"
-    return given | {"trained": False, "out_of_memory": True, "error": error, "steps_cpu_s": []}
-
-
-def known(rows: list[Row], asked: Row) -> Row | None:
-    """The row of a trial that was run."""
-    return next((it for it in rows if all(it[key] == asked[key] for key in KEYS)), None)
+    return job | {"trained": False, "out_of_memory": True, "error": error, "steps_cpu_s": []}
 
 
 def describe(row: Row) -> str:
@@ -106,7 +148,7 @@ def largest(run: Any, start: int, *, grain: float, step: int) -> int:
 
 def main(argv: list[str]) -> int:
     """Search, and keep every trial."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = flags(__doc__, RESULTS)
     parser.add_argument("--task", nargs="+", choices=WAYS, default=["resnet"])
     parser.add_argument("--way", nargs="+")
     parser.add_argument("--limit", type=int, default=768, help="MiB above what was imported")
@@ -118,8 +160,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--time-limit", type=float, default=20.0, help="for planning, as in plan")
     parser.add_argument("--planner", default="auto", help="of ours, as in plan")
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a trial")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
+    if args.child:
+        print(json.dumps(child(args.child)), flush=True)
+        return 0
     for task in args.task:
         for way in args.way or WAYS[task]:
 
@@ -130,10 +175,10 @@ def main(argv: list[str]) -> int:
                     "time_limit_s": args.time_limit,
                     **({"planner": args.planner} if way.startswith("ours") else {}),
                 }  # fmt: skip
-                row = known(load(args.json), asked)
+                row = matching(load(args.json), {key: asked[key] for key in KEYS})
                 if row is None:
                     row = trial(asked, timeout_s=args.timeout)
-                    row |= {"commit": commit(), "machine": machine()}
+                    row |= origin()
                     save(args.json, [*load(args.json), row])
                 print(describe(row), flush=True)
                 return bool(row["trained"])
@@ -142,8 +187,8 @@ def main(argv: list[str]) -> int:
                 for size in args.at:
                     run(size)
                 continue
-            found = largest(run, args.start, grain=args.grain, step=STEP[task])
-            print(f"{task} {way}: {found}", flush=True)
+            most = largest(run, args.start, grain=args.grain, step=STEP[task])
+            print(f"{task} {way}: {most}", flush=True)
     return 0
 
 

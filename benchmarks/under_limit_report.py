@@ -10,12 +10,13 @@ planned or run here.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from pictures import pyplot
+from rows_file import load
 from tables import between_markers, markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,15 +64,15 @@ def seconds(row: Row) -> float:
 def searches(rows: list[Row]) -> Iterator[tuple[str, int, dict[str, list[Row]]]]:
     """Task, limit in bytes, and the rows of each way, plain first."""
     for task in WHAT:
-        limits = sorted({it["limit_bytes"] for it in rows if it["task"] == task})
+        limits = sorted({row["limit_bytes"] for row in rows if row["task"] == task})
         for limit in limits:
-            of = [it for it in rows if (it["task"], it["limit_bytes"]) == (task, limit)]
-            yield task, limit, {way: [it for it in of if it["way"] == way] for way in NAMES}
+            of = [row for row in rows if (row["task"], row["limit_bytes"]) == (task, limit)]
+            yield task, limit, {way: [row for row in of if row["way"] == way] for way in NAMES}
 
 
 def largest(rows: list[Row]) -> Row | None:
     """The row of the largest size that trained."""
-    return max((it for it in rows if it["trained"]), key=lambda it: it["size"], default=None)
+    return max((row for row in rows if row["trained"]), key=lambda row: row["size"], default=None)
 
 
 def table(rows: list[Row]) -> str:
@@ -79,13 +80,15 @@ def table(rows: list[Row]) -> str:
     lines = []
     for task, limit, ways in searches(rows):
         plain = largest(ways["plain"])
-        for way, found in ways.items():
-            best = largest(found)
+        for way, runs in ways.items():
+            best = largest(runs)
             if best is None or plain is None:
                 continue
-            failed = [it for it in found if not it["trained"] and it["size"] > best["size"]]
-            beyond = min(failed, key=lambda it: it["size"], default=None)
-            same = next((it for it in found if it["size"] == plain["size"] and it["trained"]), None)
+            failed = [row for row in runs if not row["trained"] and row["size"] > best["size"]]
+            beyond = min(failed, key=lambda row: row["size"], default=None)
+            same = next(
+                (row for row in runs if row["size"] == plain["size"] and row["trained"]), None
+            )
             what, unit = WHAT[task]
             lines.append([
                 f"{what}, {limit >> 20} MiB" if way == "plain" else "",
@@ -109,19 +112,16 @@ def table(rows: list[Row]) -> str:
 
 def picture(rows: list[Row], path: Path) -> None:
     """Bars of the largest, ways below one another, a panel for each search."""
-    import matplotlib
+    plt = pyplot()
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    panels = [it for it in searches(rows) if largest(it[2]["plain"])]
-    heights = [sum(bool(largest(it)) for it in ways.values()) for _, _, ways in panels]
-    figure, axes = pyplot.subplots(
+    panels = [panel for panel in searches(rows) if largest(panel[2]["plain"])]
+    heights = [sum(bool(largest(runs)) for runs in ways.values()) for _, _, ways in panels]
+    figure, axes = plt.subplots(
         len(panels), 1, figsize=(8, 0.9 + 0.52 * sum(heights) + 0.7 * len(panels)),
         gridspec_kw={"height_ratios": heights}, squeeze=False,
     )  # fmt: skip
     for axis, (task, limit, ways) in zip(axes[:, 0], panels, strict=True):
-        best = {way: row for way, found in ways.items() if (row := largest(found))}
+        best = {way: row for way, runs in ways.items() if (row := largest(runs))}
         most = max(map(reach, best.values()))
         what, unit = WHAT[task]
         per = "1,000 tokens" if task == "gpt2" else "image"
@@ -152,12 +152,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args(argv)
-    rows = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = load(RESULTS)
     text = PAGE.read_text(encoding="utf-8")
-    made = between_markers(text, "limit", table(rows))
+    new_text = between_markers(text, "limit", table(rows))
     if args.check:
-        return int(made != text)
-    PAGE.write_text(made, encoding="utf-8")
+        return int(new_text != text)
+    PAGE.write_text(new_text, encoding="utf-8")
     picture(rows, PICTURE)
     return 0
 

@@ -81,9 +81,9 @@ def prepared(asked: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
             profile=False,
             time_limit_s=asked["time_limit_s"],
         )
-        made = run.sn_memory.plan
-        about |= {"budget_bytes": budget, "predicted_bytes": made.peak_bytes}
-        about |= {"planned_extra": made.overhead, "planning_cpu_s": time.process_time() - began}
+        plan = run.sn_memory.plan
+        about |= {"budget_bytes": budget, "predicted_bytes": plan.peak_bytes}
+        about |= {"planned_extra": plan.overhead, "planning_cpu_s": time.process_time() - began}
         about["ops"] = len(run.sn_memory.trace.graph.ops)
     return lambda: float(run(images, labels)), about
 
@@ -96,8 +96,8 @@ def resnet(third: int, width: int, side: int) -> keras.Model:
         return layers.BatchNormalization()(x)
 
     def conv(x: Any, filters: int, size: int, stride: int = 1) -> Any:
-        made = layers.Conv2D(filters, size, stride, padding="same", use_bias=False)
-        return norm(made(x))
+        layer = layers.Conv2D(filters, size, stride, padding="same", use_bias=False)
+        return norm(layer(x))
 
     def block(x: Any, filters: int, stride: int) -> Any:
         y = layers.ReLU()(conv(x, filters, 1))

@@ -57,7 +57,7 @@ def prepared(asked: dict[str, Any]) -> tuple[Step, dict[str, Any]]:
     ours_state = asked["way"] == "ours_state"
     held = sn_memory.torch.HostState(update="backward") if ours_state else None
     model, sample, about = make(asked, held)
-    about["parameter_bytes"] = sum(it.nbytes for it in model.parameters())
+    about["parameter_bytes"] = sum(parameter.nbytes for parameter in model.parameters())
     if held is not None:
         optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
         state = {"optimizer": optimizer, "state": held}
@@ -99,11 +99,11 @@ def _planned(
         time_limit_s=asked["time_limit_s"],
         **state,
     )
-    made = planned.sn_memory.plan
+    plan = planned.sn_memory.plan
     return planned, {
         "budget_bytes": budget,
-        "predicted_bytes": made.peak_bytes,
-        "planned_extra": made.overhead,
+        "predicted_bytes": plan.peak_bytes,
+        "planned_extra": plan.overhead,
         "ops": len(planned.sn_memory.trace.graph.ops),
         **({"state": repr(planned.sn_memory.state)} if planned.sn_memory.state else {}),
     }
@@ -116,8 +116,8 @@ def _update_early(model: nn.Module) -> Callable[[], None]:
             parameter.add_(parameter.grad, alpha=-RATE)
         parameter.grad = None
 
-    for it in model.parameters():
-        it.register_post_accumulate_grad_hook(update)
+    for weight in model.parameters():
+        weight.register_post_accumulate_grad_hook(update)
     return lambda: None
 
 

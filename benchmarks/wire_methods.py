@@ -182,17 +182,17 @@ def frequencies(ranks: int, settings: Settings, rank: int) -> Method:
         if not settings.compresses(shape):
             return (yield from dense(name, shape, values))
         shares = shares_of(engine.codec, (values.size,), ranks) if settings.scatter else None
-        before, came = values.copy(), None
+        before, received = values.copy(), None
         rounds = engine.rounds([Gradient(name, shape, values)], ranks=ranks, rank=rank)
         while True:
             try:
-                (carry,) = rounds.send(came)
+                (carry,) = rounds.send(received)
             except StopIteration:
                 return values
             alike = partial(_alike, shares, before, rank, carry.kind) if shares else None
             kind, splits = KINDS[carry.kind], tuple(carry.to_ranks(rank))
             answer = yield Request(kind, carry.words, splits if kind == "alltoall" else (), alike)
-            came = [answer]
+            received = [answer]
 
     return exchange
 
@@ -202,9 +202,13 @@ def _alike(shares: Shares, values: np.ndarray, rank: int, kind: str) -> np.ndarr
     if kind == "alltoall":
         codec, pieces, times = shares.parts, shares.pieces[rank], len(shares.pieces) - 1
     else:
-        codec, pieces, times = shares.means, tuple(it for own in shares.pieces for it in own), 1
-    made = [codec.encode(values[it.start : it.stop]).buffer for it in pieces]
-    return np.concatenate([np.zeros(0, np.uint8), *made] * times)
+        codec, pieces, times = (
+            shares.means,
+            tuple(piece for own in shares.pieces for piece in own),
+            1,
+        )
+    buffers = [codec.encode(values[piece.start : piece.stop]).buffer for piece in pieces]
+    return np.concatenate([np.zeros(0, np.uint8), *buffers] * times)
 
 
 def _named(name: str, *, shaped: bool = False, **settings: Any) -> Callable[..., Any]:

@@ -61,14 +61,18 @@ def whole_calls(section: Section, n: int) -> None:
     target, repeat = torch.empty_like(tensor), 2 if section.dry else 9
     copy_s = seconds(lambda: target.copy_(tensor), section.device, repeat)
     for settings in PLAIN:
-        made = FFTCodec(**settings)  # type: ignore[arg-type]
+        instance = FFTCodec(**settings)  # type: ignore[arg-type]
         try:
-            payload = made.encode(tensor)
+            payload = instance.encode(tensor)
         except MissingExtra as missing:
             raise CannotError(str(missing)) from missing
-        encode_s = seconds(lambda made=made: made.encode(tensor), section.device, repeat)
+        encode_s = seconds(
+            lambda instance=instance: instance.encode(tensor), section.device, repeat
+        )
         decode_s = seconds(
-            lambda made=made, payload=payload: made.decode(payload), section.device, repeat
+            lambda instance=instance, payload=payload: instance.decode(payload),
+            section.device,
+            repeat,
         )
         section.row(
             kind="calls", settings=settings, n=n, ratio=4 * n / payload.nbytes,
@@ -82,15 +86,17 @@ def over_arrays(section: Section, n: int) -> None:
     tensor = torch.from_numpy(codec.gradient(n)).to(section.device)
     repeat = 2 if section.dry else 9
     for settings in PLAIN:
-        made = FFTCodec(**settings)  # type: ignore[arg-type]
-        memory = [batched.new_memory(made, n, tensor)]
-        words = batched.encode(made, [tensor], memory).words[None]
+        instance = FFTCodec(**settings)  # type: ignore[arg-type]
+        memory = [batched.new_memory(instance, n, tensor)]
+        words = batched.encode(instance, [tensor], memory).words[None]
         encode_s = seconds(
-            lambda made=made, memory=memory: batched.encode(made, [tensor], memory),
+            lambda instance=instance, memory=memory: batched.encode(instance, [tensor], memory),
             section.device, repeat,
         )  # fmt: skip
         decode_s = seconds(
-            lambda made=made, words=words: batched.decode(made, words, [n]), section.device, repeat
+            lambda instance=instance, words=words: batched.decode(instance, words, [n]),
+            section.device,
+            repeat,
         )
         section.row(
             kind="array code", settings=settings, n=n, encode_gb_s=4e-9 * n / encode_s,

@@ -22,21 +22,23 @@ WORKERS = 6  # each has a context on the device, and libraries' workspaces
 
 def outcomes(report: Path) -> list[tuple[str, str, str]]:
     """Name, outcome and message of each test in pytest's JUnit file."""
-    found = []
+    results = []
     for case in ET.parse(report).getroot().iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
-        ends = {it.tag: it for it in case}
+        ends = {child.tag: child for child in case}
         kind = next((k for k in ("failure", "error", "skipped") if k in ends), "passed")
         text = "" if kind == "passed" else (ends[kind].get("message") or "")
-        found.append((name, kind, text[:400]))
-    return found
+        results.append((name, kind, text[:400]))
+    return results
 
 
 def marked() -> list[str]:
     """Files with tests that need a GPU: to collect all others as well takes half a minute."""
     tests = ROOT / "tests"
-    found = [it for it in tests.rglob("test_*.py") if "mark.gpu" in it.read_text(encoding="utf-8")]
-    return ["tests/gpu", *(str(it.relative_to(ROOT)) for it in sorted(found))]
+    paths = [
+        path for path in tests.rglob("test_*.py") if "mark.gpu" in path.read_text(encoding="utf-8")
+    ]
+    return ["tests/gpu", *(str(path.relative_to(ROOT)) for path in sorted(paths))]
 
 
 def measure(section: Section) -> None:
@@ -50,11 +52,11 @@ def measure(section: Section) -> None:
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *which]
         # Where pytest-benchmark is installed it warns of xdist, and warnings are errors here.
         command += ["-p", "no:benchmark"]
-        code, said = run(
+        code, output = run(
             [*command, f"--junitxml={report}"], timeout_s=max(5.0, section.left_s() - 2)
         )
         if not report.is_file():
-            raise RuntimeError(f"pytest ended with {code} and no report:\n{said}")
+            raise RuntimeError(f"pytest ended with {code} and no report:\n{output}")
         tests = outcomes(report)
     kinds = Counter(kind for _, kind, _ in tests)
     section.row(
@@ -67,7 +69,7 @@ def measure(section: Section) -> None:
         if kind in ("failure", "error"):
             section.row(test=name, outcome=kind, message=text)
     if code or not kinds["passed"]:
-        raise RuntimeError(f"pytest ended with {code}, {kinds['passed']} passed:\n{said}")
+        raise RuntimeError(f"pytest ended with {code}, {kinds['passed']} passed:\n{output}")
 
 
 if __name__ == "__main__":

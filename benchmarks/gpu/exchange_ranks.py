@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ddp_ranks import as_rank, run_ranks
 from ddp_ways import wrapped
 from models import Gpt2, Llama, resnet
-from resnet50_gradients import DENSE, SETTLE, Given, gradient
+from resnet50_gradients import DENSE, SETTLE, FixedGradients, gradient
 from torch import nn, profiler
 
 from sn_compress import _cuda
@@ -52,7 +52,7 @@ def coded_by(way: str) -> Iterator[str]:
 def shapes_of(model: str) -> list[tuple[int, ...]]:
     """Those of a model's parameters."""
     with torch.device("meta"):
-        return [tuple(it.shape) for it in SHAPES[model]().parameters()]
+        return [tuple(parameter.shape) for parameter in SHAPES[model]().parameters()]
 
 
 class Way:
@@ -60,7 +60,7 @@ class Way:
 
     def __init__(self, way: str, job: dict[str, Any], gradients: list[torch.Tensor]) -> None:
         self.device, self.ours = job["device"], not way.startswith(("plain", "fp16", "powersgd"))
-        self.ddp, self.state = wrapped(way, Given(gradients), dense=DENSE)
+        self.ddp, self.state = wrapped(way, FixedGradients(gradients), dense=DENSE)
         for _ in range(SETTLE):
             self.step()
         self.decided = True
@@ -105,7 +105,7 @@ class Way:
         with profiler.profile(activities=activities) as seen:
             backward()
             self.settle()
-        return sum(it.count for it in seen.key_averages() if it.key in LAUNCHES)
+        return sum(event.count for event in seen.key_averages() if event.key in LAUNCHES)
 
     def waited(self) -> str:
         """What a step waited for, or nothing; the CPU has nothing to wait for."""
@@ -134,22 +134,22 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: what each way took; with "waits" what its steps waited for."""
     if job["device"] == "cuda":
         torch.cuda.set_device(0)
-    rank, found = dist.get_rank(), {}
+    rank, by_way = dist.get_rank(), {}
     shapes = shapes_of(job["model"])
-    gradients = [gradient(it, seed, rank, job["device"]) for seed, it in enumerate(shapes)]
+    gradients = [gradient(shape, seed, rank, job["device"]) for seed, shape in enumerate(shapes)]
     for name in job["ways"]:
         with coded_by(name) as plain_name:
             way = Way(plain_name, job, gradients)
             if job.get("waits"):
                 # One step that raised leaves DDP in the middle of a pass: no other follows it.
-                found[name] = {"waited": next(filter(None, (way.waited() for _ in range(3))), "")}
+                by_way[name] = {"waited": next(filter(None, (way.waited() for _ in range(3))), "")}
             else:
-                found[name] = seconds_of(way, job["steps"])
+                by_way[name] = seconds_of(way, job["steps"])
         del way
         gc.collect()
         if job["device"] == "cuda":
             torch.cuda.empty_cache()
-    return {"ways": found, "elements": sum(it.numel() for it in gradients)}
+    return {"ways": by_way, "elements": sum(tensor.numel() for tensor in gradients)}
 
 
 def seconds_of(way: Way, steps: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ def seconds_of(way: Way, steps: int) -> dict[str, Any]:
 
 def digest(way: Way) -> int:
     """The sum of the bits of all gradients as integers: equal ranks have equal ones."""
-    sums = [it.grad.view(torch.int32).long().sum() for it in way.ddp.parameters()]
+    sums = [parameter.grad.view(torch.int32).long().sum() for parameter in way.ddp.parameters()]
     return int(torch.stack(sums).sum())
 
 

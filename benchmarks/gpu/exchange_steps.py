@@ -29,24 +29,24 @@ def timed(section: Section, model: str, number: int, backend: str, ways: list[st
     """Rows of one model, and targets of ours on ResNet-50."""
     job = {"model": model, "device": section.device, "backend": backend, "ways": ways}
     steps = 2 if section.dry else 15
-    found = ranks(job | {"steps": steps}, ranks=number, timeout_s=max(20.0, section.left_s()))
+    by_rank = ranks(job | {"steps": steps}, ranks=number, timeout_s=max(20.0, section.left_s()))
     rows: dict[str, dict[str, Any]] = {}
     shapes = shapes_of(model)
     plain_bytes = 4 * sum(map(prod, shapes))
     for way in ways:
-        facts = [rank["ways"][way] for rank in found]
-        step_s = max(it["step_s"] for it in facts)
+        facts = [rank["ways"][way] for rank in by_rank]
+        step_s = max(rank["step_s"] for rank in facts)
         brought = facts[0]["sent_bytes"] or plain_bytes
         if way.startswith("powersgd"):
             brought = powersgd_bytes(shapes, int(way.split()[1]))
         brought //= 2 if way == "fp16" else 1
         rows[way] = {
             "model": model, "way": way, "ranks": number, "backend": backend,
-            "elements": found[0]["elements"], "step_ms": 1e3 * step_s,
-            "added_ms": 1e3 * (step_s - max(it["ways"]["plain"]["step_s"] for it in found)),
+            "elements": by_rank[0]["elements"], "step_ms": 1e3 * step_s,
+            "added_ms": 1e3 * (step_s - max(rank["ways"]["plain"]["step_s"] for rank in by_rank)),
             "launches": facts[0]["launches"], "brought_bytes": brought,
             "decided": facts[0]["decided"],
-            "equal_ranks": len({it["bits"] for it in facts}) == 1,
+            "equal_ranks": len({rank["bits"] for rank in facts}) == 1,
         }  # fmt: skip
         section.row(**rows[way])
     differing = [way for way, row in rows.items() if not row["equal_ranks"]]

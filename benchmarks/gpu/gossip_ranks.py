@@ -24,13 +24,15 @@ WAYS: dict[str, dict[str, Any] | None] = {
 
 def work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: seconds of a step by way, and how far ranks are apart at the end."""
-    device, found = job["device"], {}
+    device, by_way = job["device"], {}
     for name, settings in WAYS.items():
         torch.manual_seed(0)
-        weights = [torch.nn.Parameter(torch.randn(it).to(device)) for it in shapes_of(job["model"])]
+        weights = [
+            torch.nn.Parameter(torch.randn(shape).to(device)) for shape in shapes_of(job["model"])
+        ]
         torch.manual_seed(1 + dist.get_rank())
-        for each in weights:
-            each.grad = torch.randn(each.shape).to(device)
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape).to(device)
         optimizer: Any = torch.optim.SGD(weights, lr=1e-3)
         if settings is not None:
             GossipOptimizer(optimizer, group=dist.group.WORLD, every=0, **settings)
@@ -42,15 +44,15 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             taken.append(time.perf_counter() - start)
-        flat = torch.cat([it.detach().flatten() for it in weights]).cpu()
+        flat = torch.cat([weight.detach().flatten() for weight in weights]).cpu()
         gathered = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
         dist.all_gather(gathered, flat)
-        found[name] = {
+        by_way[name] = {
             "step_s": statistics.median(taken[2:]),
-            "distance": float(consensus_distance([it.numpy() for it in gathered])),
+            "distance": float(consensus_distance([vector.numpy() for vector in gathered])),
             "finite": bool(flat.isfinite().all()),
         }
-    return found
+    return by_way
 
 
 def ranks(job: dict[str, Any], *, timeout_s: float) -> list[dict[str, Any]]:

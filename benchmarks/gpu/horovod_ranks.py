@@ -25,7 +25,7 @@ def rank_work(job: dict[str, Any]) -> dict[str, Any]:
     """In a rank: seconds of a step by way, and whether gradients ended on the device."""
     import horovod.torch as hvd
     import torch
-    from resnet50_gradients import DENSE, SETTLE, Given, gradient
+    from resnet50_gradients import DENSE, SETTLE, FixedGradients, gradient
 
     from gpu.exchange_ranks import shapes_of
     from sn_compress import FFTCompression, LowRankCompression
@@ -33,19 +33,19 @@ def rank_work(job: dict[str, Any]) -> dict[str, Any]:
     hvd.init()
     if hvd.size() == 1:
         os.environ["HOROVOD_ELASTIC"] = "1"  # else Horovod leaves one rank's gradients alone
-    device, found = job["device"], {}
+    device, by_way = job["device"], {}
     shapes = shapes_of(job["model"])
-    gradients = [gradient(it, at, hvd.rank(), device) for at, it in enumerate(shapes)]
+    gradients = [gradient(shape, at, hvd.rank(), device) for at, shape in enumerate(shapes)]
     ours = {
         "low rank": LowRankCompression.using(ratio=100, warmup=DENSE),
         "fft": FFTCompression,
     }
     for way in WAYS:
-        model = Given(gradients)
-        given = {"compression": ours[way]} if way in ours else {}
+        model = FixedGradients(gradients)
+        options = {"compression": ours[way]} if way in ours else {}
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), lr=1e-3),
-            named_parameters=model.named_parameters(), **given,
+            named_parameters=model.named_parameters(), **options,
         )  # fmt: skip
         taken = []
         for _ in range(SETTLE + job["steps"]):
@@ -57,13 +57,15 @@ def rank_work(job: dict[str, Any]) -> dict[str, Any]:
             if device == "cuda":
                 torch.cuda.synchronize()
             taken.append(time.perf_counter() - start)
-        weights = torch.cat([it.detach().flatten().double() for it in model.parameters()])
-        found[way] = {
+        weights = torch.cat(
+            [parameter.detach().flatten().double() for parameter in model.parameters()]
+        )
+        by_way[way] = {
             "step_s": statistics.median(taken[SETTLE:]),
             "sum": float(weights.sum()),
             "finite": bool(weights.isfinite().all()),
         }
-    return found
+    return by_way
 
 
 def timed(section: Section, number: int) -> None:
@@ -72,22 +74,22 @@ def timed(section: Section, number: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "job.json").write_text(json.dumps(job | {"steps": 2 if section.dry else 15}))
         command = [sys.executable, "-m", "horovod.runner.launch", "--gloo", "-np", str(number)]
-        code, said = run(
+        code, output = run(
             [*command, sys.executable, "-m", "gpu.horovod_ranks", "--rank", folder],
             timeout_s=max(5.0, section.left_s() - 1),
         )
         if code:
-            raise RuntimeError(f"horovodrun ended with {code}:\n{said}")
+            raise RuntimeError(f"horovodrun ended with {code}:\n{output}")
         files = [Path(folder, f"rank{rank}.json") for rank in range(number)]
-        found = [json.loads(it.read_text()) for it in files]
+        by_rank = [json.loads(file.read_text()) for file in files]
     for way in WAYS:
-        facts = [rank[way] for rank in found]
-        equal = len({it["sum"] for it in facts}) == 1
+        facts = [rank[way] for rank in by_rank]
+        equal = len({rank["sum"] for rank in facts}) == 1
         section.row(
-            way=way, ranks=number, step_ms=1e3 * max(it["step_s"] for it in facts),
-            equal_ranks=equal, finite=all(it["finite"] for it in facts),
+            way=way, ranks=number, step_ms=1e3 * max(rank["step_s"] for rank in facts),
+            equal_ranks=equal, finite=all(rank["finite"] for rank in facts),
         )  # fmt: skip
-        if not equal or not all(it["finite"] for it in facts):
+        if not equal or not all(rank["finite"] for rank in facts):
             raise RuntimeError(f"{way}: ranks ended apart, or not finite")
 
 
@@ -96,8 +98,8 @@ def measure(section: Section) -> None:
     if find_spec("horovod") is None:
         raise CannotError("no Horovod; scripts/build_horovod.py builds it, --carry for elsewhere")
     check = [sys.executable, "-m", "horovod.runner.launch", "--check-build"]
-    _, said = run(check, timeout_s=60)
-    nccl = "[X] NCCL" in said
+    _, output = run(check, timeout_s=60)
+    nccl = "[X] NCCL" in output
     section.row(nccl=nccl)
     if nccl or section.dry:
         section.part("1 rank", lambda: timed(section, 1), least_s=5)

@@ -22,8 +22,8 @@ def exchange(section: Section, ways: list[str]) -> dict[str, str]:
     backend = "gloo" if section.dry else "nccl"
     job = {"model": "gpt2/12", "device": section.device, "backend": backend}
     job |= {"waits": True, "ways": ways}
-    (found,) = ranks(job, ranks=1, timeout_s=max(20.0, section.left_s()))
-    return {way: str(found["ways"][way]["waited"]) for way in ways}
+    (rank,) = ranks(job, ranks=1, timeout_s=max(20.0, section.left_s()))
+    return {way: str(rank["ways"][way]["waited"]) for way in ways}
 
 
 def planned(section: Section, techniques: tuple[str, ...]) -> str:
@@ -32,7 +32,7 @@ def planned(section: Section, techniques: tuple[str, ...]) -> str:
     model = Llama(vocabulary=500, width=128, layers=4, heads=4, groups=2, hidden=352)
     model, tokens = model.to(section.device), torch.zeros(4, 128, dtype=torch.long)
     tokens = tokens.to(section.device)
-    made = sn_memory.torch.plan(
+    planned_model = sn_memory.torch.plan(
         model,
         tokens,
         "80%",
@@ -41,12 +41,12 @@ def planned(section: Section, techniques: tuple[str, ...]) -> str:
         profile=False,
         time_limit_s=2.0,
     )
-    if not made.sn_memory.plan.decided(techniques[1]):
+    if not planned_model.sn_memory.plan.decided(techniques[1]):
         raise RuntimeError(f"the plan has nothing to {techniques[1]}; this proves nothing")
-    made(tokens).sum().backward()
+    planned_model(tokens).sum().backward()
     if not section.dry:
         torch.cuda.synchronize()
-    return waits_of(lambda: made(tokens).sum().backward(), section.device)
+    return waits_of(lambda: planned_model(tokens).sum().backward(), section.device)
 
 
 def measure(section: Section) -> None:
@@ -59,7 +59,7 @@ def measure(section: Section) -> None:
     for way in ("plain", OURS, "gather"):
         waited |= exchange(section, [way])
         section.row(step=way, waited=waited[way])
-    if guilty := [name for name, said in waited.items() if said]:
+    if guilty := [name for name, wait in waited.items() if wait]:
         raise RuntimeError(f"the host waited in: {', '.join(guilty)}")
 
 

@@ -22,7 +22,7 @@ COPIES = ("_lib/array_api_compat", "_external/array_api_compat")
 def lend_array_api_compat(folder: Path) -> bool:
     """Make SciPy's copy of array-api-compat importable from a folder; whether there is one."""
     scipy = importlib.util.find_spec("scipy")
-    roots = [Path(it) for it in (scipy.submodule_search_locations or ())] if scipy else []
+    roots = [Path(root) for root in (scipy.submodule_search_locations or ())] if scipy else []
     for copy in (root / name for root in roots for name in COPIES):
         if (copy / "torch").is_dir():
             (folder / "array_api_compat").symlink_to(copy, target_is_directory=True)
@@ -38,10 +38,10 @@ def lend_horovod(wheels: Path, folder: Path) -> str:
     """
     if importlib.util.find_spec("horovod"):
         return "Horovod: the one installed"
-    found = [it for it in sorted(wheels.glob("*.whl")) if fits(it.name)]
-    if not any(it.name.startswith("horovod-") for it in found):
+    fitting = [wheel for wheel in sorted(wheels.glob("*.whl")) if fits(wheel.name)]
+    if not any(wheel.name.startswith("horovod-") for wheel in fitting):
         return f"Horovod: not installed, and no wheel for this Python in {wheels}"
-    for wheel in found:
+    for wheel in fitting:
         with zipfile.ZipFile(wheel) as archive:
             tops = {name.partition("/")[0].partition(".")[0] for name in archive.namelist()}
             # What is installed stays what is imported.
@@ -52,13 +52,13 @@ def lend_horovod(wheels: Path, folder: Path) -> str:
         [sys.executable, "-c", "import horovod.torch, horovod.runner.launch"],
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False,
     )  # fmt: skip
-    name = next(it.name for it in found if it.name.startswith("horovod-"))
+    name = next(wheel.name for wheel in fitting if wheel.name.startswith("horovod-"))
     if done.returncode == 0:
         return f"Horovod: unpacked of {name}"
-    for it in folder.iterdir():
-        shutil.rmtree(it) if it.is_dir() else it.unlink()
-    said = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
-    return f"Horovod: {name} does not run here: {said[0]}"
+    for entry in folder.iterdir():
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+    errors = done.stderr.strip().splitlines()[-1:] or [f"status {done.returncode}"]
+    return f"Horovod: {name} does not run here: {errors[0]}"
 
 
 def fits(wheel: str) -> bool:
@@ -66,6 +66,6 @@ def fits(wheel: str) -> bool:
     *_, python, abi, _ = wheel.removesuffix(".whl").split("-")
     this = sys.version_info[:2]
     if abi == "abi3":
-        found = re.search(r"cp3(\d+)", python)
-        return found is not None and (3, int(found.group(1))) <= this
+        match = re.search(r"cp3(\d+)", python)
+        return match is not None and (3, int(match.group(1))) <= this
     return bool({f"cp{this[0]}{this[1]}", "py3"} & set(python.split(".")))

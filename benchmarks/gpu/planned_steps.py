@@ -75,10 +75,10 @@ class Net:
         for _ in range(2):
             self.step(forward)
         self.model.zero_grad(set_to_none=True)
-        made = getattr(forward, "sn_memory", None)
-        kept = [*self.kept, *(made.latest.known if made else ())]
+        record = getattr(forward, "sn_memory", None)
+        kept = [*self.kept, *(record.latest.known if record else ())]
         if self.device == "cpu":
-            ignored = made.latest.ignored if made else ()
+            ignored = record.latest.ignored if record else ()
             with StorageTracker(kept, ignored=ignored) as tracker:
                 self.step(forward)
             peak: dict[str, Any] = {"peak_bytes": tracker.peak_bytes, "reserved_bytes": None}
@@ -95,11 +95,11 @@ class Net:
 
     def row(self, way: str, forward: Callable[..., Any], **columns: Any) -> dict[str, Any]:
         """Measure a way and keep its row."""
-        found = {"model": self.name, "way": way, **columns, **self.measured(forward)}
-        if predicted := found.get("predicted_bytes"):
-            found["percent_off"] = 100 * (found["peak_bytes"] / predicted - 1)
-        self.section.row(**found)
-        return found
+        values = {"model": self.name, "way": way, **columns, **self.measured(forward)}
+        if predicted := values.get("predicted_bytes"):
+            values["percent_off"] = 100 * (values["peak_bytes"] / predicted - 1)
+        self.section.row(**values)
+        return values
 
     def planned(
         self, way: str, budget: int | str, techniques: Sequence[str] = ("keep", "recompute"),
@@ -109,7 +109,7 @@ class Net:
         limit_s = max(1.0, min(20.0, self.section.left_s() / 8))
         settings = {"backend": "graph", "profile": not self.section.dry} | settings
         try:
-            made = sn_memory.torch.plan(
+            planned = sn_memory.torch.plan(
                 self.model,
                 self.sample,
                 budget,
@@ -120,24 +120,24 @@ class Net:
         except BudgetError as refusal:
             self.section.leave_out(f"{self.name}, {way}", str(refusal))
             return None
-        plan = made.sn_memory.plan
+        plan = planned.sn_memory.plan
         columns = {"budget": budget, "predicted_bytes": plan.peak_bytes}
-        columns["simulated_reserved_bytes"] = made.sn_memory.reserved_peak_bytes
+        columns["simulated_reserved_bytes"] = planned.sn_memory.reserved_peak_bytes
         if techniques[-1] == "offload":
-            columns |= copies(made, self.device)
-        found = self.row(way, made, **columns)
+            columns |= copies(planned, self.device)
+        row = self.row(way, planned, **columns)
         if settings["backend"] == "graph":
-            off = abs(found["percent_off"])
+            off = abs(row["percent_off"])
             self.section.target(f"% off the predicted peak: {self.name}, {way}", off, most=NEAR)
-        return found
+        return row
 
 
-def copies(made: nn.Module, device: str) -> dict[str, Any]:
+def copies(planned: nn.Module, device: str) -> dict[str, Any]:
     """Bytes that leave the device in a step, the pinned block, and what both ways take alone."""
-    program = made.sn_memory.latest.program
+    program = planned.sn_memory.latest.program
     moved = sum(copy.nbytes for copy in program.made_copies.values())
-    block = sum(it.block.numel() for it in program.free_buffers)
-    found = {"moved_bytes": moved, "pinned_bytes": block, "copies_ms": None}
+    block = sum(buffer.block.numel() for buffer in program.free_buffers)
+    columns = {"moved_bytes": moved, "pinned_bytes": block, "copies_ms": None}
     if device == "cuda" and moved:
         here = torch.empty(moved, dtype=torch.uint8, device=device)
         host = torch.empty(moved, dtype=torch.uint8, pin_memory=True)
@@ -147,8 +147,8 @@ def copies(made: nn.Module, device: str) -> dict[str, Any]:
         host.copy_(here, non_blocking=True)
         here.copy_(host, non_blocking=True)
         torch.cuda.synchronize()
-        found["copies_ms"] = 1e3 * (time.perf_counter() - start)
-    return found
+        columns["copies_ms"] = 1e3 * (time.perf_counter() - start)
+    return columns
 
 
 def rivals(net: Net) -> list[tuple[str, int]]:
@@ -168,22 +168,22 @@ def rivals(net: Net) -> list[tuple[str, int]]:
         torch._dynamo.reset()
         with torch._functorch.config.patch(activation_memory_budget=0.5):
             compiled = torch.compile(net.model, backend="aot_eager", dynamic=False)
-            found = net.row("torch activation_memory_budget 0.5, aot_eager", compiled)
-        peaks.append(("activation_memory_budget", found["peak_bytes"]))
+            row = net.row("torch activation_memory_budget 0.5, aot_eager", compiled)
+        peaks.append(("activation_memory_budget", row["peak_bytes"]))
         torch._dynamo.reset()
     return peaks
 
 
 def offloaded(net: Net, plain: dict[str, Any]) -> None:
     """What of the copies' time the step hides."""
-    found = None
+    row = None
     for share in SHARES_MOVED:
-        found = found or net.planned(f"planned, offload, {share}", share, ("keep", "offload"))
-    if found and found["copies_ms"]:
-        longer = found["step_ms"] - plain["step_ms"]
+        row = row or net.planned(f"planned, offload, {share}", share, ("keep", "offload"))
+    if row and row["copies_ms"]:
+        longer = row["step_ms"] - plain["step_ms"]
         net.section.row(
             model=net.name, way="offload, share of copies hidden",
-            hidden=1 - longer / found["copies_ms"],
+            hidden=1 - longer / row["copies_ms"],
         )  # fmt: skip
 
 

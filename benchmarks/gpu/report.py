@@ -14,58 +14,60 @@ from pathlib import Path
 from typing import Any
 
 from machine import ROOT
-from tables import markdown
+from tables import markdown, put_into
 
 RESULTS = ROOT / "benchmarks" / "results" / "gpu"
-START, END = "<!-- gpu:start -->", "<!-- gpu:end -->"
 NOT = "not measured"
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
-def load(name: str, folder: Path = RESULTS) -> Found | None:
+def load(name: str, folder: Path = RESULTS) -> Result | None:
     """What a section found on a GPU, or None."""
     path = folder / f"{name}.json"
     if not path.is_file():
         return None
-    found: Found = json.loads(path.read_text(encoding="utf-8"))
-    return found if found.get("device") == "cuda" and found["rows"] else None
+    result: Result = json.loads(path.read_text(encoding="utf-8"))
+    return result if result.get("device") == "cuda" and result["rows"] else None
 
 
-def source(found: Found) -> str:
+def source(result: Result) -> str:
     """Where and of what figures were taken."""
-    state = "" if found["state"] == "ok" else f", which {found['state']}: {found['why']}"
+    state = "" if result["state"] == "ok" else f", which {result['state']}: {result['why']}"
     return (
-        f"{found['device_name']}, torch {found['torch']}, CuPy {found['cupy'] or 'none'}, commit "
-        f"{found['commit']}; `benchmarks/results/gpu/{found['section']}.json` of "
+        f"{result['device_name']}, torch {result['torch']}, CuPy {result['cupy'] or 'none'}, "
+        f"commit {result['commit']}; `benchmarks/results/gpu/{result['section']}.json` of "
         f"`make gpu`{state}."
     )
 
 
-def part(found: Found | None, head: Iterable[str], line: Callable[[Found], list[str]],
-         which: Callable[[Found], bool] = lambda row: True) -> str:  # fmt: skip
+def part(result: Result | None, head: Iterable[str], line: Callable[[Result], list[str]],
+         which: Callable[[Result], bool] = lambda row: True) -> str:  # fmt: skip
     """A table of a section's rows and their source; one line if there is none."""
-    if found is None:
+    if result is None:
         what = next(iter(head))
         return f"{what[0].upper()}{what[1:]}: {NOT} on a GPU."
-    rows = (line(row) for row in found["rows"] if which(row))
-    return f"{markdown(head, rows)}\n\n{source(found)}"
+    rows = (line(row) for row in result["rows"] if which(row))
+    return f"{markdown(head, rows)}\n\n{source(result)}"
 
 
 def codec(folder: Path) -> str:
     """Of docs/cuda.md: what was asked of the codec's kernels, and what came out."""
-    found, watched = load("codec_seconds", folder), load("sanitized", folder)
-    fused = {row["method"]: row for row in found["rows"] if row["kind"] == "fused"} if found else {}
+    result, watched = load("codec_seconds", folder), load("sanitized", folder)
+    fused = (
+        {row["method"]: row for row in result["rows"] if row["kind"] == "fused"} if result else {}
+    )
 
     def figure(method: str, key: str, unit: str) -> str:
         return f"{fused[method][key]:.3g} {unit}" if method in fused else NOT
 
-    first, whole = "fft theta 0.98", "fft theta 0.9 whole vector"
-    both = [figure(whole, f"{way}_gb_s", "GB/s") for way in ("encode", "decode")]
+    first, large = "fft theta 0.98", "fft theta 0.9 whole vector"
+    both = [figure(large, f"{way}_gb_s", "GB/s") for way in ("encode", "decode")]
     clean = {row["tool"]: row["clean"] for row in watched["rows"]} if watched else {}
+    ended = {True: "clean", False: "FOUND SOMETHING"}
     tools = [
-        [f"compute-sanitizer {it}", "clean", {True: "clean", False: "FOUND SOMETHING"}[clean[it]]
-         if it in clean else NOT] for it in ("memcheck", "racecheck")
-    ]  # fmt: skip
+        [f"compute-sanitizer {tool}", "clean", ended[clean[tool]] if tool in clean else NOT]
+        for tool in ("memcheck", "racecheck")
+    ]
     rows = [
         ["fused encode, of the bound of 12 bytes an element", "50 %",
          figure(first, "encode_percent_of_bound", "%")],
@@ -78,7 +80,7 @@ def codec(folder: Path) -> str:
         *tools,
     ]  # fmt: skip
     text = markdown(("what", "asked for", "result"), rows)
-    return f"{text}\n\n{source(found)}" if found else text
+    return f"{text}\n\n{source(result)}" if result else text
 
 
 def exchange(folder: Path) -> str:
@@ -147,18 +149,10 @@ PAGES: dict[str, Callable[[Path], str]] = {
 }
 
 
-def put(text: str, made: str) -> str:
-    """A page with what is between its markers made anew. Raises ValueError without markers."""
-    before, rest = text.split(START)
-    _, after = rest.split(END)
-    return f"{before}{START}\n{made}\n{END}{after}"
-
-
 def main() -> None:
     """Write all pages."""
     for name, make in PAGES.items():
-        path = ROOT / name
-        path.write_text(put(path.read_text(encoding="utf-8"), make(RESULTS)), encoding="utf-8")
+        put_into(ROOT / name, "gpu", make(RESULTS))
 
 
 if __name__ == "__main__":

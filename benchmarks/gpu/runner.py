@@ -72,8 +72,8 @@ def environment(device: str, folder: Path, wheels: Path) -> dict[str, str]:
     if device == "cpu":
         paths.insert(0, str(HERE / "absent"))
         env |= {"SN_ABSENT": ",".join(ABSENT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    given = os.environ.get("PYTHONPATH")
-    return env | {"PYTHONPATH": os.pathsep.join([*paths, *([given] if given else [])])}
+    inherited = os.environ.get("PYTHONPATH")
+    return env | {"PYTHONPATH": os.pathsep.join([*paths, *([inherited] if inherited else [])])}
 
 
 def build_extension(timeout_s: float) -> str:
@@ -81,12 +81,12 @@ def build_extension(timeout_s: float) -> str:
     if importlib.util.find_spec("setuptools") is None:
         return "C++ extensions: not built, setuptools is not installed; sn_memory plans nothing"
     began = time.monotonic()
-    code, said = run(
+    code, output = run(
         [sys.executable, "setup.py", "-q", "build_ext", "--inplace"], timeout_s=timeout_s
     )
     took = f"{time.monotonic() - began:.0f} s"
-    if code or "was not built" in said:
-        return f"C++ extensions: not built after {took}:\n{said[-1500:]}"
+    if code or "was not built" in output:
+        return f"C++ extensions: not built after {took}:\n{output[-1500:]}"
     return f"C++ extensions: built in place, {took}"
 
 
@@ -106,14 +106,14 @@ def run_section(plan: Plan, device: str, out: Path, seconds: float) -> dict[str,
     finally:
         # Its ranks and tools with it: they are of its session.
         end_session(process)
-    found: dict[str, Any] = {"section": plan.name, "rows": [], "targets": [], "left_out": []}
+    result: dict[str, Any] = {"section": plan.name, "rows": [], "targets": [], "left_out": []}
     if path.is_file():
-        found |= json.loads(path.read_text(encoding="utf-8"))
+        result |= json.loads(path.read_text(encoding="utf-8"))
     if code != CANNOT:
-        found |= {"state": state, "why": why}
-    found["seconds"] = round(time.monotonic() - began, 1)
-    write(path, found)
-    return found
+        result |= {"state": state, "why": why}
+    result["seconds"] = round(time.monotonic() - began, 1)
+    write(path, result)
+    return result
 
 
 def end_session(process: subprocess.Popen[bytes]) -> None:
@@ -126,17 +126,17 @@ def end_session(process: subprocess.Popen[bytes]) -> None:
 def table(results: Sequence[dict[str, Any]]) -> str:
     """How all sections ended."""
     lines = [f"\n{'section':17} {'state':7} {'s':>6} {'rows':>5} {'targets':>8}  why"]
-    for it in results:
-        met = sum(target["met"] for target in it["targets"])
-        told = f"{met}/{len(it['targets'])}" if it["targets"] else "-"
+    for result in results:
+        met = sum(target["met"] for target in result["targets"])
+        targets = f"{met}/{len(result['targets'])}" if result["targets"] else "-"
         lines.append(
-            f"{it['section']:17} {it['state']:7} {it['seconds']:6.1f} {len(it['rows']):5} "
-            f"{told:>8}  {it['why']}"
+            f"{result['section']:17} {result['state']:7} {result['seconds']:6.1f} "
+            f"{len(result['rows']):5} {targets:>8}  {result['why']}"
         )
-        lines += [f"{'':17} left out: {no['what']}: {no['why']}" for no in it["left_out"]]
+        lines += [f"{'':17} left out: {no['what']}: {no['why']}" for no in result["left_out"]]
         lines += [
             f"{'':17} missed: {no['what']}: {no['value']:.3g}, asked {no['asked']}"
-            for no in it["targets"]
+            for no in result["targets"]
             if not no["met"]
         ]
     return "\n".join(lines)
@@ -144,9 +144,9 @@ def table(results: Sequence[dict[str, Any]]) -> str:
 
 def status(results: Sequence[dict[str, Any]]) -> int:
     """The exit status that results make."""
-    if any(it["state"] not in ("ok", "cannot") for it in results):
+    if any(result["state"] not in ("ok", "cannot") for result in results):
         return 1
-    missed = any(not target["met"] for it in results for target in it["targets"])
+    missed = any(not target["met"] for result in results for target in result["targets"])
     return 4 if missed else 0
 
 
@@ -171,20 +171,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     ends = time.monotonic() + 60 * args.minutes
     wanted = [plan for plan in SECTIONS if plan.name in {*args.sections} - {*args.without}]
     if args.device == "cuda":
-        code, said = run([sys.executable, "-c", FIND_DEVICE], timeout_s=120)
+        code, output = run([sys.executable, "-c", FIND_DEVICE], timeout_s=120)
         if code:
-            why = said.strip().splitlines()[-1] if said.strip() else "torch crashed"
+            why = output.strip().splitlines()[-1] if output.strip() else "torch crashed"
             for plan in wanted:
                 print(f"{plan.name:17} {why if 'no CUDA' in why else f'no CUDA device: {why}'}")
             return 3 if args.required else 0
-        print(said.strip())
+        print(output.strip())
     with tempfile.TemporaryDirectory() as lent:
         os.environ.update(environment(args.device, Path(lent), args.wheels.resolve()))
         if args.device == "cuda" and not args.no_build:
             print(build_extension(ends - time.monotonic()), flush=True)
         results = []
         for at, plan in enumerate(wanted):
-            part = plan.share / sum(it.share for it in wanted[at:])
+            part = plan.share / sum(other.share for other in wanted[at:])
             # Sizes are small there, and what is slow is the machine: only the whole has a limit.
             part = 1.0 if args.device == "cpu" else part
             seconds = max(LEAST_S, part * (ends - time.monotonic()))

@@ -18,15 +18,15 @@ FOUND = 9  # exit status that compute-sanitizer is told to give
 def watched(section: Section, tool: str) -> None:
     """One tool over all cases; fails if it found something."""
     command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", str(FOUND)]
-    code, said = run(
+    code, output = run(
         [*command, sys.executable, "benchmarks/sanitize_cuda.py"],
         timeout_s=max(5.0, section.left_s() - 1), keep=2500,
     )  # fmt: skip
-    if "Device not supported" in said:
+    if "Device not supported" in output:
         raise CannotError("compute-sanitizer: Device not supported (gVisor, for one)")
-    section.row(tool=tool, clean=code == 0, said=said[-600:])
+    section.row(tool=tool, clean=code == 0, output=output[-600:])
     if code:
-        raise RuntimeError(f"{tool} ended with {code}:\n{said}")
+        raise RuntimeError(f"{tool} ended with {code}:\n{output}")
 
 
 def measure(section: Section) -> None:

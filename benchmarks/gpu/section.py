@@ -43,7 +43,7 @@ class Section:
         args = parser.parse_args(argv)
         self.device, self.path = str(args.device), args.json
         self._ends = time.monotonic() + args.seconds
-        self.found: dict[str, Any] = {
+        self.result: dict[str, Any] = {
             "section": name,
             "state": "running",
             "why": "",
@@ -71,7 +71,7 @@ class Section:
 
     def row(self, **columns: Any) -> None:
         """Keep a row and print it."""
-        self.found["rows"].append(columns)
+        self.result["rows"].append(columns)
         self.save()
         shown = (f"{name} {_short(value)}" for name, value in columns.items())
         print("  " + ", ".join(shown), flush=True)
@@ -82,13 +82,13 @@ class Section:
             return
         met = value >= least if least else value <= most
         asked = f">= {least:g}" if least else f"<= {most:g}"
-        self.found["targets"].append({"what": what, "asked": asked, "value": value, "met": met})
+        self.result["targets"].append({"what": what, "asked": asked, "value": value, "met": met})
         self.save()
         print(f"  target: {what} {value:.3g}, asked {asked}: {'met' if met else 'MISSED'}")
 
     def leave_out(self, what: str, why: str) -> None:
         """Say that a part did not run, and why."""
-        self.found["left_out"].append({"what": what, "why": why})
+        self.result["left_out"].append({"what": what, "why": why})
         self.save()
         print(f"  left out: {what}: {why}", flush=True)
 
@@ -108,19 +108,19 @@ class Section:
     def save(self) -> None:
         """Write the file, whole."""
         if self.path:
-            write(self.path, self.found)
+            write(self.path, self.result)
 
     def ended(self, state: str, why: str = "") -> None:
         """Note how it ended."""
-        self.found |= {"state": state, "why": why}
+        self.result |= {"state": state, "why": why}
         self.save()
 
 
-def write(path: Path, found: dict[str, Any]) -> None:
+def write(path: Path, result: dict[str, Any]) -> None:
     """Write a section's file by way of another name, so that no reader sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
 
 

@@ -27,7 +27,7 @@ ALONE = "--alone"  # run the steps, nothing else: for ncu to watch
 def way_of(name: str, device: str) -> Way:
     """A settled way over the shapes of ResNet-50."""
     shapes = shapes_of("gpt2/12" if device == "cpu" else "resnet50")
-    gradients = [gradient(it, seed, 0, device) for seed, it in enumerate(shapes)]
+    gradients = [gradient(shape, seed, 0, device) for seed, shape in enumerate(shapes)]
     return Way(name, {"device": device}, gradients)
 
 
@@ -45,42 +45,42 @@ def profiled(section: Section, name: str) -> list[str]:
     with profiler.profile() as seen:
         backward()
         way.settle()
-    events = [it for it in seen.key_averages() if seconds_of(it, section.device) > 0]
+    events = [event for event in seen.key_averages() if seconds_of(event, section.device) > 0]
     if section.device == "cuda":
-        events = [it for it in events if str(it.device_type).endswith("CUDA")]
-    events.sort(key=lambda it: -seconds_of(it, section.device))
-    total = sum(seconds_of(it, section.device) for it in events)
-    for each in events[:SLOWEST]:
-        spent = seconds_of(each, section.device)
+        events = [event for event in events if str(event.device_type).endswith("CUDA")]
+    events.sort(key=lambda event: -seconds_of(event, section.device))
+    total = sum(seconds_of(event, section.device) for event in events)
+    for event in events[:SLOWEST]:
+        spent = seconds_of(event, section.device)
         section.row(
-            way=name, kernel=each.key[:160], calls=each.count, ms=1e3 * spent, share=spent / total
+            way=name, kernel=event.key[:160], calls=event.count, ms=1e3 * spent, share=spent / total
         )
     if section.path and not section.dry:
         sort = f"self_{section.device}_time_total"
         text = seen.key_averages().table(sort_by=sort, row_limit=25, max_name_column_width=90)
         file = section.path.with_name(f"profile_{name.replace(' ', '_')}.txt")
         file.write_text(text + "\n", encoding="utf-8")
-    return [it.key for it in events[:SLOWEST]]
+    return [event.key for event in events[:SLOWEST]]
 
 
 def counted(section: Section) -> None:
     """Nsight Compute over the kernels of one step of FFTCompression, the first few of each."""
     command = ["ncu", "--clock-control", "none", "--set", "basic", "--launch-count", "12"]
     command += ["--launch-skip", "400", sys.executable, "-m", "gpu.slowest_kernels", ALONE]
-    code, said = run(command, timeout_s=max(5.0, section.left_s() - 1), keep=60_000)
-    if code or "LibraryNotLoaded" in said:
-        section.leave_out("Nsight Compute", f"ended with {code}: {said[-200:]}")
+    code, output = run(command, timeout_s=max(5.0, section.left_s() - 1), keep=60_000)
+    if code or "LibraryNotLoaded" in output:
+        section.leave_out("Nsight Compute", f"ended with {code}: {output[-200:]}")
     elif section.path:
-        section.path.with_name("profile_ncu.txt").write_text(said, encoding="utf-8")
+        section.path.with_name("profile_ncu.txt").write_text(output, encoding="utf-8")
 
 
 def alone(device: str, what: Any) -> None:
     """Do something in a group of this process only."""
     with tempfile.TemporaryDirectory() as folder:
         backend = "nccl" if device == "cuda" else "gloo"
-        given = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
+        options = {"device_id": torch.device("cuda", 0)} if device == "cuda" else {}
         dist.init_process_group(
-            backend, init_method=f"file://{Path(folder, 'meet')}", rank=0, world_size=1, **given
+            backend, init_method=f"file://{Path(folder, 'meet')}", rank=0, world_size=1, **options
         )
         what()
         dist.destroy_process_group()

@@ -39,19 +39,19 @@ def ways(
     def seconds(work: float, moved: float) -> float:
         return passes * max(work / speed, moved / bus)
 
-    found = [
+    workspaces = [
         Workspace(0, seconds(flops / 0.7, traffic), "implicit"),
         Workspace(4 * p * q * math.prod(kernel), seconds(flops, traffic), "precomputed"),
     ]
     if kernel == (3, 3) and stride == 1 and groups == 1:
         scratch = 4 * 36 * (n * (c + k) * math.ceil(p / 4) * math.ceil(q / 4) + c * k)
         # Transformed tiles are written once and read once.
-        found.append(Workspace(scratch, seconds(flops / 4, traffic + 2 * scratch), "winograd"))
+        workspaces.append(Workspace(scratch, seconds(flops / 4, traffic + 2 * scratch), "winograd"))
     if min(kernel) >= 5 and stride == 1 and groups == 1:
         points = (h + kernel[0]) * (w + kernel[1])
         spectra = n * c + n * k + c * k
         scratch = 4 * points * spectra
         # A real transform costs 2.5 p log2 p; a product of spectra 8 flops at p / 2 points.
         work = 2.5 * points * math.log2(points) * spectra + 4 * points * n * c * k
-        found.append(Workspace(scratch, seconds(work, traffic + 2 * scratch), "fft"))
-    return tuple(found)
+        workspaces.append(Workspace(scratch, seconds(work, traffic + 2 * scratch), "fft"))
+    return tuple(workspaces)

@@ -58,9 +58,9 @@ def _mix(net: Net, draw: random.Random, parents: list[Tensor], largest: int) -> 
 
     def backward(grad: str) -> None:
         wanted = [p for p in parents if p.needs_grad]
-        made = [net.grad(p, f"{name}.back") for p in wanted]
-        net.run(f"{name}.back", f"{kind}_backward", [grad, *kept], made, flops=2 * flops)
-        for p, g in zip(wanted, made, strict=True):
+        gradients = [net.grad(p, f"{name}.back") for p in wanted]
+        net.run(f"{name}.back", f"{kind}_backward", [grad, *kept], gradients, flops=2 * flops)
+        for p, g in zip(wanted, gradients, strict=True):
             net.send(p, g)
 
     net.record(out, backward)

@@ -212,16 +212,16 @@ def concat(parts: Sequence[Tensor], *, crop: bool = False) -> Tensor:
         distinct = [p for p in dict.fromkeys(parts) if p.needs_grad]
         # By call, what was cut off is filled up with zeros by a kernel of its own.
         cut = [p for p in distinct if net.by_call and p.shape[2:] != last[2:]]
-        made = {p: net.grad(p, layer) for p in distinct if p not in cut}
+        gradients = {p: net.grad(p, layer) for p in distinct if p not in cut}
         small = {
             p: net.grad(replace(p, shape=(*p.shape[:2], *last[2:])), f"{layer}.cut") for p in cut
         }
-        net.run(layer, "split", [grad], [*made.values(), *small.values()])
+        net.run(layer, "split", [grad], [*gradients.values(), *small.values()])
         for p in distinct:
             if p in small:
-                made[p] = net.grad(p, layer)
-                net.run(f"{layer}.pad({p.storage})", "pad", [small[p]], [made[p]])
-            net.send(p, made[p])
+                gradients[p] = net.grad(p, layer)
+                net.run(f"{layer}.pad({p.storage})", "pad", [small[p]], [gradients[p]])
+            net.send(p, gradients[p])
 
     net.record(out, backward)
     return out

@@ -104,9 +104,9 @@ class Net:
     def parameter(self, layer: str, name: str, *shape: int) -> Tensor:
         """Return a trained tensor of a layer."""
         storage = self._store(f"{layer}.{name}", 4 * math.prod(shape), "parameter")
-        made = Tensor(self, storage, shape)
-        self.parameters.setdefault(layer, []).append(made)
-        return made
+        tensor = Tensor(self, storage, shape)
+        self.parameters.setdefault(layer, []).append(tensor)
+        return tensor
 
     @property
     def parameter_count(self) -> int:
@@ -144,19 +144,19 @@ class Net:
         workspaces: tuple[Workspace, ...] = (),
     ) -> None:
         """Append an op. Without `traffic` every operand crosses the memory bus once."""
-        read, made, changed = (
+        read, created, changed = (
             tuple(dict.fromkeys(x.storage if isinstance(x, Tensor) else x for x in group))
             for group in (reads, makes, changes)
         )
         if traffic is None:
             # What is changed in place is both read and written.
-            moved = (*read, *made, *changed, *(set(changed) - set(read)))
+            moved = (*read, *created, *changed, *(set(changed) - set(read)))
             traffic = sum(self.storages[storage].bytes for storage in moved)
         self.ops.append(
             Op(
                 name,
                 read,
-                made,
+                created,
                 changed,
                 kind=kind,
                 phase=self._phase,
@@ -190,17 +190,17 @@ class Net:
         """Append a backward op that makes the gradients of `wanted`, and send them."""
         # Only parameters have buffers; what is summed from several readers has none.
         known = {p for group in self.parameters.values() for p in group}
-        made, changed = [], []
+        created, changed = [], []
         for x in wanted:
             if self.gradients == "buffers" and x in known:
                 changed.append((x, self._store(f"{x.storage}.grad", x.nbytes, "state")))
             else:
-                made.append((x, self.grad(x, layer)))
+                created.append((x, self.grad(x, layer)))
         self.run(
-            layer, kind, reads, [g for _, g in made], [g for _, g in changed],
+            layer, kind, reads, [g for _, g in created], [g for _, g in changed],
             flops=flops, traffic=traffic, workspaces=workspaces,
         )  # fmt: skip
-        for x, grad in (*changed, *made):
+        for x, grad in (*changed, *created):
             self.send(x, grad)
 
     def owned(self, grad: str) -> bool:

@@ -57,10 +57,10 @@ def attention(qkv: Tensor, heads: int, *, drop: bool = False) -> Tensor:
     slices: list[str] = []
 
     def softmax_backward(grad: str) -> None:
-        made = net.grad(scores, f"{name}.softmax.back")
-        net.run(f"{name}.softmax.back", "softmax_backward", [grad, chance], [made],
+        gradient = net.grad(scores, f"{name}.softmax.back")
+        net.run(f"{name}.softmax.back", "softmax_backward", [grad, chance], [gradient],
                 flops=4 * scores.size)  # fmt: skip
-        net.send(scores, made)
+        net.send(scores, gradient)
 
     def scores_backward(grad: str) -> None:
         net.run(f"{name}.scores.back", "matmul_backward", [grad, qkv], changes=slices,
@@ -128,9 +128,9 @@ def _spread(x: Tensor, batch: int) -> Tensor:
     net.run(name, "expand", [x], [out])
 
     def backward(grad: str) -> None:
-        made = net.grad(x, f"{name}.back")
-        net.run(f"{name}.back", "reduce", [grad], [made], flops=out.size)
-        net.send(x, made)
+        gradient = net.grad(x, f"{name}.back")
+        net.run(f"{name}.back", "reduce", [grad], [gradient], flops=out.size)
+        net.send(x, gradient)
 
     net.record(out, backward)
     return out

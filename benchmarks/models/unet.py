@@ -27,9 +27,9 @@ class UNet(nn.Module):
         )
         self.pool = nn.MaxPool2d(2)
         self.widen = nn.ModuleList(
-            nn.ConvTranspose2d(2 * it, it, 2, stride=2) for it in reversed(widths[:-1])
+            nn.ConvTranspose2d(2 * width, width, 2, stride=2) for width in reversed(widths[:-1])
         )
-        self.up = nn.ModuleList(_two(2 * it, it) for it in reversed(widths[:-1]))
+        self.up = nn.ModuleList(_two(2 * width, width) for width in reversed(widths[:-1]))
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from tables import between_markers
 
 from gpu import report as gpu_report
 
@@ -76,7 +77,7 @@ def test_a_report_finds_its_pages_as_the_rows_are(name):
 @pytest.mark.parametrize("page", gpu_report.PAGES)
 def test_gpu_figures_are_those_of_the_results(page):
     text = (ROOT / page).read_text(encoding="utf-8")
-    assert gpu_report.put(text, gpu_report.PAGES[page](gpu_report.RESULTS)) == text, (
+    assert between_markers(text, "gpu", gpu_report.PAGES[page](gpu_report.RESULTS)) == text, (
         "run: PYTHONPATH=.:benchmarks python -m gpu.report"
     )
 
@@ -87,7 +88,7 @@ def test_no_other_place_states_a_figure_of_a_device():
     for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
         text = page.read_text(encoding="utf-8")
         if page.relative_to(ROOT).as_posix() in gpu_report.PAGES:
-            text = gpu_report.put(text, "")
+            text = between_markers(text, "gpu", "")
         assert not named.search(text), page
 
 

@@ -224,7 +224,7 @@ def test_new_lengths_are_within_the_budget_and_equal(monkeypatch):
 
 def test_a_ratio_of_paired_steps_is_of_medians_whatever_comes_between():
     """Other takes 1.5 times plain's seconds; one step in ten of either takes a hundred times."""
-    pairs, counts = pytest.importorskip("pairs"), {"plain": 0, "other": 0}
+    tuned, counts = pytest.importorskip("tuned"), {"plain": 0, "other": 0}
 
     def way(name, seconds):
         def step():
@@ -233,7 +233,7 @@ def test_a_ratio_of_paired_steps_is_of_medians_whatever_comes_between():
 
         return step
 
-    row = pairs.paired(
+    row = tuned.paired(
         way("plain", 0.2), way("other", 0.3), pairs=4, steps=10, mean=lambda value: value
     )
     assert counts == {"plain": 40, "other": 40}

@@ -237,14 +237,15 @@ def test_study_does_only_what_is_missing(modules, monkeypatch, tmp_path, capsys)
 
 def test_study_fills_a_page_and_draws(modules, tmp_path):
     import _accuracy_report as report
+    from tables import put_into
 
     page, text = tmp_path / "page.md", "before\n<!-- accuracy:start -->\n{}\n<!-- accuracy:end -->"
     page.write_text(text.format("old") + "\nafter\n")
-    report.put_into(page, "new")
+    put_into(page, "accuracy", "new")
     assert page.read_text() == text.format("new") + "\nafter\n"
     page.write_text("no markers")
     with pytest.raises(SystemExit, match="accuracy:start"):
-        report.put_into(page, "new")
+        put_into(page, "accuracy", "new")
 
     pytest.importorskip("matplotlib")
     rows, curves = [], []

@@ -14,6 +14,7 @@ _PLAIN = (
 )
 # By folder, what is no identifier in it any more.
 BANNED = {
+    "benchmarks": _PLAIN,
     "examples": _PLAIN,
     "fuzz": _PLAIN,
     "scripts": _PLAIN,

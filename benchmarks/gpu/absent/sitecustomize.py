@@ -33,4 +33,6 @@ class WithoutAbsent(PathFinder):
 
 
 if ABSENT:
-    sys.meta_path[:] = [WithoutAbsent if it is PathFinder else it for it in sys.meta_path]
+    sys.meta_path[:] = [
+        WithoutAbsent if finder is PathFinder else finder for finder in sys.meta_path
+    ]

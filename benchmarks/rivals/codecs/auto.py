@@ -289,15 +289,17 @@ def proposals(n: int, budget: int, ratio: float, shape: tuple[int, ...] | None) 
         bases += [{**basis, "block": None} for basis in along]
     else:
         bases += along
-    found: list[Codec | None] = [
+    candidates: list[Codec | None] = [
         _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FORMATS
     ]
     if ratio < _FINE_BELOW:
-        found += [_sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FINE_FORMATS]
+        candidates += [
+            _sparse(n, budget, {**basis, **fmt}) for basis in bases for fmt in _FINE_FORMATS
+        ]
     if shape is not None and min(cut(shape)) > 1:
-        found += [_low_rank(shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))]
-        found += [_two_stage(shape, budget, share) for share in (0.25, 0.5, 0.75)]
-    return [codec for codec in found if codec is not None]
+        candidates += [_low_rank(shape, budget, bits, m) for bits, m in ((4, 1), (6, 2), (8, 3))]
+        candidates += [_two_stage(shape, budget, share) for share in (0.25, 0.5, 0.75)]
+    return [codec for codec in candidates if codec is not None]
 
 
 def _axes(shape: tuple[int, ...]) -> list[tuple[int, ...]]:
@@ -329,9 +331,9 @@ def _sparse(n: int, budget: int, settings: dict[str, Any]) -> FFTCodec | None:
     def fits(kept: int) -> bool:
         return codec(kept).payload_bytes(n) <= budget
 
-    whole = FFTCodec(**settings, theta=0.0)
-    if whole.payload_bytes(n) <= budget:
-        return whole
+    dense = FFTCodec(**settings, theta=0.0)
+    if dense.payload_bytes(n) <= budget:
+        return dense
     low, high = 1, 2**20
     if not fits(low):
         return None

@@ -168,11 +168,11 @@ class DeMoCodec(frame.HostCodec):
         weight = np.float32(1 / len(payloads))
         finite = True
         for payload in payloads:
-            found = frame.read(payload.body, 0, k, "<i8").astype(np.int64)
+            indices = frame.read(payload.body, 0, k, "<i8").astype(np.int64)
             sent = frame.read(payload.body, 8 * k, k, "<f4")
             finite &= bool(np.isfinite(sent).all())
             with np.errstate(all="ignore"):
-                spectrum[indexed.locate(found, cut)] += sent * weight
+                spectrum[indexed.locate(indices, cut)] += sent * weight
         if not finite:
             return np.full(n, np.nan, np.float32)
         return self._values(spectrum)

@@ -32,16 +32,16 @@ _MOST_RUNS = 10
 
 def dtr(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Evict by h under a budget; without one, or where it cannot be kept, nothing is evicted."""
-    found: list[list[Event]] = []
+    traces: list[list[Event]] = []
     for own_only in (True, False) if budget_bytes is not None else ():
         with suppress(_OutOfMemory):
-            found.append(_Online(graph, budget_bytes or 0, own_only=own_only).events())
-    if not found:
+            traces.append(_Online(graph, budget_bytes or 0, own_only=own_only).events())
+    if not traces:
         walk = Walk(graph)
         for op in range(len(graph.ops)):
             walk.run(op)
-        found.append(walk.events)
-    plans = [carry_out(graph, events, planner="dtr") for events in found]
+        traces.append(walk.events)
+    plans = [carry_out(graph, events, planner="dtr") for events in traces]
     return choose(plans, budget_bytes)
 
 
@@ -68,7 +68,7 @@ class _Online:
         self.droppable = np.array(origin.droppable, bool)
         self.complete_after = np.array([m[-1] if m else -1 for m in origin.makers])
         self.cost = np.array([sum(arrays.seconds[op][0] for op in m) for m in origin.makers])
-        self.beside = _neighbours(graph, origin)
+        self.neighbours = _neighbours(graph, origin)
         self.released = _released(graph, origin)
         self.evicted = Groups(count)
 
@@ -158,28 +158,28 @@ class _Online:
         self.held[storage] = False
         self.live -= self.sizes[storage]
         if self.droppable[storage]:
-            self.evicted.add(storage, float(self.cost[storage]), self.beside[storage])
+            self.evicted.add(storage, float(self.cost[storage]), self.neighbours[storage])
             self.refresh(storage)
 
     def refresh(self, storage: int) -> None:
-        for other in self.beside[storage]:
+        for other in self.neighbours[storage]:
             if self.held[other]:
                 self.near[other] = self.neighbourhood(other)
 
     def neighbourhood(self, storage: int) -> float:
-        return self.evicted.cost_of(self.beside[storage])
+        return self.evicted.cost_of(self.neighbours[storage])
 
 
 def _neighbours(graph: Graph, origin: Origins) -> list[list[int]]:
     """Per storage, those it can be rebuilt from and those that can be rebuilt from it."""
-    beside: list[set[int]] = [set() for _ in origin.makers]
+    neighbours: list[set[int]] = [set() for _ in origin.makers]
     for storage, makers in enumerate(origin.makers):
         for op in makers if origin.droppable[storage] else ():
             for source in graph.arrays.reads[op]:
                 if origin.droppable[source] and source != storage:
-                    beside[storage].add(source)
-                    beside[source].add(storage)
-    return [sorted(others) for others in beside]
+                    neighbours[storage].add(source)
+                    neighbours[source].add(storage)
+    return [sorted(others) for others in neighbours]
 
 
 def _released(graph: Graph, origin: Origins) -> list[list[int]]:

@@ -22,7 +22,7 @@ def greedy(graph: Graph, *, budget_bytes: int | None) -> Plan:
     origin = origins(holes(graph))
     crossing = crossing_bytes(origin)
     forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
-    total = sum(int(graph.arrays.bytes[s]) for s, made in enumerate(origin.forward) if made)
+    total = sum(int(graph.arrays.bytes[s]) for s, forward in enumerate(origin.forward) if forward)
     return best_of_sweep(
         graph,
         "greedy",

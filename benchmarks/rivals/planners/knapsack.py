@@ -47,8 +47,8 @@ def _best_sets(graph: Graph, origin: Origins) -> list[frozenset[int]]:
     arrays = graph.arrays
     items = [
         storage
-        for storage, made in enumerate(origin.forward)
-        if made
+        for storage, forward in enumerate(origin.forward)
+        if forward
         and origin.droppable[storage]
         and origin.first_backward[storage] < len(graph.ops)  # the backward pass reads it
     ]

@@ -51,9 +51,11 @@ def best_of_sweep(
         _SCORED[key] = scored
         weakref.finalize(graph, _SCORED.pop, key, None)
     scored = _SCORED[key]
-    fitting = [it for it in scored if budget_bytes is not None and it.peak_bytes <= budget_bytes]
+    fitting = [
+        plan for plan in scored if budget_bytes is not None and plan.peak_bytes <= budget_bytes
+    ]
     if not fitting:
-        least = min(scored, key=lambda it: (it.peak_bytes, it.seconds))
+        least = min(scored, key=lambda plan: (plan.peak_bytes, plan.seconds))
         return build(least.setting)
-    best = min(fitting, key=lambda it: (it.seconds, it.peak_bytes))
+    best = min(fitting, key=lambda plan: (plan.seconds, plan.peak_bytes))
     return replace(build(best.setting), budget_bytes=budget_bytes)

@@ -22,17 +22,17 @@ class Groups:
     def __contains__(self, storage: int) -> bool:
         return self._element[storage] is not None
 
-    def add(self, storage: int, seconds: float, beside: Iterable[int]) -> None:
+    def add(self, storage: int, seconds: float, neighbours: Iterable[int]) -> None:
         """Evict a storage: it joins the groups beside it."""
-        made = len(self._parent)
-        self._element[storage] = made
+        element = len(self._parent)
+        self._element[storage] = element
         self._own[storage] = seconds
-        self._parent.append(made)
+        self._parent.append(element)
         self._total.append(seconds)
-        for root in self._roots(beside):
-            if root != made:
-                self._parent[root] = made
-                self._total[made] += self._total[root]
+        for root in self._roots(neighbours):
+            if root != element:
+                self._parent[root] = element
+                self._total[element] += self._total[root]
 
     def remove(self, storage: int) -> None:
         """Note that a storage is back."""

@@ -21,7 +21,7 @@ _SHARES = 8
 def offload_conv(graph: Graph, *, budget_bytes: int | None) -> Plan:
     """Copy inputs of convolutions out in the forward pass, back ahead of the backward pass."""
     origin = origins(graph)
-    kept = {s for s, made in enumerate(origin.forward) if made}
+    kept = {s for s, forward in enumerate(origin.forward) if forward}
     inputs = {
         storage
         for op, record in enumerate(graph.ops)

@@ -208,7 +208,7 @@ def follow(
     graph: Graph,
     *,
     kept: Container[int],
-    each: Container[int] = (),
+    every_use: Container[int] = (),
     offloaded: Collection[int] = (),
     checkpoint: Rule | None = None,
 ) -> list[Event]:
@@ -250,7 +250,7 @@ def follow(
         rebuilt = walk.bring(
             s for s in (*arrays.reads[op], *arrays.releases[op]) if s not in arrays.outputs[op]
         )
-        for storage in _forget(walk, rebuilt, each, offloaded, op):
+        for storage in _forget(walk, rebuilt, every_use, offloaded, op):
             walk.offload(storage)
             walk.leave(storage)
             walk.settle(storage)
@@ -267,7 +267,7 @@ def follow(
 
 
 def _forget(
-    walk: Walk, rebuilt: list[int], each: Container[int], offloaded: Container[int], op: int
+    walk: Walk, rebuilt: list[int], every_use: Container[int], offloaded: Container[int], op: int
 ) -> list[int]:
     """Drop what was rebuilt and used to rebuild more; return what can wait on the host again.
 
@@ -278,7 +278,7 @@ def _forget(
     stepping = set().union(*sources.values())
     waiting: dict[int, None] = {}
     for storage in rebuilt:
-        if storage in each and storage in stepping:
+        if storage in every_use and storage in stepping:
             walk.present.discard(storage)
             if origin.last_use[storage] > op:
                 waiting.update(dict.fromkeys(x for x in sources[storage] if x in offloaded))
