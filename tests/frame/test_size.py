@@ -24,26 +24,26 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/search": (("plan/search",), 1198, 1700),
     "plan/policies": (("plan/policies.py",), 464, 300),
     "activations": (("activations",), 952, 800),
-    "apoptosis": (("apoptosis",), 3165, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3475, 1700),
+    "apoptosis": (("apoptosis",), 3178, 2600),
+    "torch: plan, estimate, verify, planned": (("torch",), 3507, 1700),
     "torch: target device": (("torch/target",), 1301, 700),
     "torch: guards": (("torch/model", "torch/ones"), 3377, 1700),
     "torch: trace": (("torch/trace",), 3333, 2300),
     "torch: eager": (("torch/eager",), 2035, 1500),
     "torch: host": (("torch/state", "torch/host"), 1744, 1300),
-    "torch: compile": (("torch/compile",), 953, 700),
-    "torch: policy": (("torch/policy",), 1193, 750),
+    "torch: compile": (("torch/compile",), 979, 700),
+    "torch: policy": (("torch/policy",), 1195, 750),
     "torch: regions": (("torch/regions",), 2184, 900),
     "torch: modules": (("torch/modules",), 1061, 550),
     "torch: activations": (("torch/activations",), 2485, 1200),
-    "tensorflow": (("tensorflow",), 6710, 4200),
+    "tensorflow": (("tensorflow",), 6721, 4200),
 }
-TOTAL = (44_701, 28_000)
+TOTAL = (44_785, 28_000)
 MOST_FILES = (170, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes and for cores that ranks share (108), and groups in vectors (110).
-COMPRESS_LINES = (28_037, 19_500)
+COMPRESS_LINES = (28_092, 19_500)
 COMPRESS_FILES = (120, 120)
 
 
