@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,12 +13,14 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common.elastic import notification_manager
 
 from .. import __version__
 from ..consistency import Fingerprint, ParameterCheck, agree, all_equal, digest, digest_words
 from ..errors import CompressError
 from ..ops import products
 
+_log = logging.getLogger(__name__)
 _DIGEST_WORDS = 17  # of `digest_words`, 8 bytes each
 _DO = (
     "Give all ranks the same model and variables in the same order, the same number of optimizers, "
@@ -150,6 +154,41 @@ def compared(
     is_due.set_shape([])
     with tf.device("CPU"):
         return tf.cond(is_due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")
+
+
+class Restarts:
+    """Whether Horovod has started anew, as it does when ranks come or go in an elastic run.
+
+    happened : since somebody has set it to False
+    """
+
+    def __init__(self, reset: Callable[[], None]) -> None:
+        self._reset, self.happened = reset, False
+        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def since_last(self) -> bool:
+        """Follow the states of elastic runs, which alone Horovod tells; return `happened`."""
+        for state in notification_manager._listeners:
+            if state not in self._followed:
+                self._followed.add(state)
+                state.register_reset_callbacks([self._note])
+        return self.happened
+
+    def _note(self) -> None:
+        self._reset()
+        self.happened = True
+
+    @staticmethod
+    def warn(compression: str) -> None:
+        """Say that memories are lost."""
+        if hvd.rank() == 0:
+            _log.warning(
+                "ranks have come or gone, and %s begins anew on all: what was not sent yet is "
+                "lost. memory_of(compression).synchronize(), in Keras %s.synchronize(optimizer), "
+                "keeps it: on all ranks, where the function that hvd.elastic.run is given begins",
+                compression,
+                compression,
+            )
 
 
 def mean_over(process_set: Any, _: str, n: int, vector: Any) -> Any:

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.common.elastic import notification_manager
 
 from ..allreduce.allocate import is_large
 from ..allreduce.exchange import AllReduceExchange
@@ -38,6 +37,7 @@ from ..settings import Settings
 from . import host_step
 from .agreement import (
     Choice,
+    Restarts,
     Tensor,
     agree_at_trace,
     differs,
@@ -80,8 +80,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._warned_dropped = False
         self._unlike = False  # whether ranks decode with other bits in their graphs
         self._traces = 0  # how often all ranks were to trace again, in the same step
-        self._followed: weakref.WeakSet[Any] = weakref.WeakSet()  # states of elastic runs
-        self._outdated = False  # since ranks have come or gone in one
+        self._restarts = Restarts(self.reset)
         self._begin()
 
     def _begin(self) -> None:
@@ -230,8 +229,11 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
         digests : of their variables; None where all gradients count as applied
         """
-        if elastic():
-            self._follow_restarts()
+        if elastic() and self._restarts.since_last():
+            # Nobody called `synchronize`, so ranks no longer have alike what they share.
+            engine_state.start_empty(self.engine)
+            self._loaded()
+            self._restarts.warn(self.settings.compression)
         known = [name for name in names if name is not None]
         self.retire(known)
         self._note(known, digests)
@@ -254,38 +256,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         if again and unchanged >= LEAST:
             self.trace_again()
 
-    def _follow_restarts(self) -> None:
-        """Begin anew if Horovod has since the last exchange, and `synchronize` was not called.
-
-        New ranks have nothing of what ranks share, and those that stay may be at different steps.
-        """
-        for state in notification_manager._listeners:
-            if state not in self._followed:
-                self._followed.add(state)
-                state.register_reset_callbacks([self._ranks_changed])
-        if self._outdated:
-            empty = OptimizerState(self.settings).engine
-            engine_state.load_state_dict(
-                self.engine, engine_state.state_dict(empty, ranks=1, rank=0), ranks=1, rank=0
-            )
-            self._loaded()
-            if hvd.rank() == 0:
-                _log.warning(
-                    "ranks have come or gone, and %s begins anew on all: what was not sent yet is "
-                    "lost. memory_of(compression).synchronize(), in Keras "
-                    "%s.synchronize(optimizer), keeps it: on all ranks, where the function that "
-                    "hvd.elastic.run is given begins",
-                    self.settings.compression, self.settings.compression,
-                )  # fmt: skip
-
-    def _ranks_changed(self) -> None:
-        self.reset()
-        self._outdated = True
-
     def _loaded(self) -> None:
         """What another state leaves behind."""
         self.outcomes.marks.clear()
-        self._outdated = False
+        self._restarts.happened = False
 
     def _note(self, names: Sequence[str], digests: Sequence[int] | None) -> None:
         """What became of the last gradients of tensors, before their next exchange.
@@ -306,8 +280,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         with tf.init_scope():  # values, not nodes of the graph that is being traced
             digests = [int(digest_of(variable.read_value())) for _, variable in pairs]
         self._note([name for name, _ in pairs], digests)
-        for name, _ in pairs:  # no exchange yet
-            marks[name] = None, marks[name][1]
+        self.outcomes.unseen(name for name, _ in pairs)  # no exchange yet
         self.outcomes.sent(())
 
     def warn_dropped(self) -> None:
@@ -561,25 +534,24 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     def residual(self, name: str) -> Floats:
         """What this rank has yet to send of a tensor, [n] float32."""
-        # By nodes of the node's mean: as the gradient of one of its ranks it is that many more.
+        # By nodes it is of the node's mean.
         return self.exchange().residual(name) * np.float32(self.nodes.size)
 
     def state_dict(self) -> dict[str, Any]:
         """The error memories by variable ("0:kernel"), as arrays; they differ between ranks."""
         self.read()
-        place = _place()
-        return engine_state.state_dict(self.engine, **place) | {
-            "hierarchy": saved_place(self.nodes.place, self.nodes.loaded, place["ranks"])
+        nodes = saved_place(self.nodes.place, self.nodes.loaded, hvd.size())
+        return engine_state.state_dict(self.engine, ranks=hvd.size(), rank=hvd.rank()) | {
+            "hierarchy": nodes
         }
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take over what state_dict returned, on whichever rank, or the list of all ranks'."""
         self._end_graphs()
-        place = _place()
-        fits = state | place if isinstance(state, dict) else loadable(state, place["ranks"])
+        place = {"ranks": hvd.size(), "rank": hvd.rank()}
+        fits = state | place if isinstance(state, dict) else loadable(state, hvd.size())
         engine_state.load_state_dict(
-            self.engine, fits, ranks=place["ranks"], rank=place["rank"],
-            check=self.variables.expect,
+            self.engine, fits, **place, check=self.variables.expect,
         )  # fmt: skip
         self.nodes.load([state] if isinstance(state, dict) else list(state))
         self._loaded()
@@ -605,10 +577,6 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._loaded()
 
 
-def _place() -> dict[str, int]:
-    return {"ranks": hvd.size(), "rank": hvd.rank()}
-
-
 # A compression that is dropped takes its memory along, unless Horovod's cache holds it.
 _memories: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
 
@@ -619,13 +587,8 @@ def memory_of(compression: Any) -> OptimizerState:
     To keep two models apart in reports and checkpoints, give each its own:
     `FFTCompression.using()` returns a new one each time.
     """
-    return memory_at(compression, settings_of(compression, "memory_of"))
-
-
-def memory_at(compression: Any, settings: Settings) -> OptimizerState:
-    """That of a compression of these settings."""
     if compression not in _memories:
-        _memories[compression] = OptimizerState(settings)
+        _memories[compression] = OptimizerState(settings_of(compression, "memory_of"))
     return _memories[compression]
 
 

@@ -21,7 +21,6 @@ import tensorflow as tf
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 from tensorflow.python.ops.control_flow_v2_func_graphs import CondBranchFuncGraph
 
-from ..compression import settings_of
 from ..errors import CompressError
 from ..settings import Settings
 from .agreement import (
@@ -35,7 +34,7 @@ from .agreement import (
 )
 from .graph import Collectives, GraphStep, after
 from .host_step import cut
-from .memory import OptimizerState, memory_at, memory_of
+from .memory import OptimizerState, memory_of
 from .nodes import NodeSum
 from .tracing import Call, Plain, find_call, passed, wire_type
 from .variables import NO_VARIABLE, as_variables, digest_of, fingerprint_of_variables
@@ -68,7 +67,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     tensor = _shaped(tensor, call, call.place)
     if not _reaches_others(call):
         return tensor, None  # Horovod traces what it never runs
-    memory = memory_at(call.compression, settings)
+    memory = memory_of(call.compression)
     fingerprint = fingerprint_of_compression(call.compression)
     # `accumulates` decides whether anything is taken back, so all ranks have to say the same.
     fingerprint += [("op", str(call.op)), ("accumulates", str(memory.accumulates))]
@@ -437,7 +436,7 @@ def compressed_means(
 
     variables, owner : see Source; variables as Keras has them
     """
-    memory = memory_at(call.compression, settings_of(call.compression, "DistributedOptimizer"))
+    memory = memory_of(call.compression)
     _check(call)
     tensors, sparse = {}, []
     for at, (gradient, name) in enumerate(zip(gradients, names, strict=True)):

@@ -67,7 +67,7 @@ def test_case(ranks_of_module, ended, start, word):
             assert f"ok {word} (" in rank.output, rank.output[-8000:]
 
 
-@pytest.mark.parametrize("n", [3, pytest.param(4, marks=slow)])
+@pytest.mark.parametrize("n", [pytest.param(n, marks=slow) for n in (3, 4)])
 def test_killed_rank_ends_the_others(ranks, n):
     """Of four, rank 0 shares the killed one's node; ranks 2 and 3 are on the other one."""
     start = time.monotonic()

@@ -50,7 +50,13 @@ def test_its_tables_and_its_command_are_what_predict_says(pays):
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         assert main(shlex.split(line)[1:]) == 0
-    rows = dict(re.findall(r"^(LowRankCompression|FFTCompression) +[\d.]+ +([\d.]+)x", said.getvalue(), re.MULTILINE))
+    rows = dict(
+        re.findall(
+            r"^(LowRankCompression|FFTCompression) +[\d.]+ +([\d.]+)x",
+            said.getvalue(),
+            re.MULTILINE,
+        )
+    )
     best = max(map(float, rows.values()))
     row = next(it for it in shown.splitlines() if it.startswith("| ResNet-50, "))
     at = [cell.strip() for cell in row.split("|")][2 + list(pays.LINKS).index("1")]

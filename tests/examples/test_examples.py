@@ -81,8 +81,9 @@ def test_tensorflow_learns_on_two_ranks(horovodrun, data, tmp_path, example, fla
     assert seen["ratio"] > 20
 
 
+@pytest.mark.slow
 @pytest.mark.horovod
-@pytest.mark.parametrize("method", ["fft", pytest.param("lowrank", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("method", ["fft", "lowrank"])
 def test_loss_falls_on_two_ranks(horovodrun, data, tmp_path, method):
     history = tmp_path / "history.json"
     flags = ["--compression", method, "--epochs", 2, "--data", data, "--history", history]

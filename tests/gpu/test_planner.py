@@ -36,7 +36,9 @@ def late(device):
     return LateStreams(device) if device.type == "cuda" else OddLanes()
 
 
-@pytest.mark.parametrize("name", ["graph", "compile", "modules"])
+@pytest.mark.parametrize(
+    "name", ["graph", pytest.param("compile", marks=pytest.mark.slow), "modules"]
+)
 def test_back_ends_keep_bits_and_budget(device, name):
     model = mlp(6, 32).to(device)
     sample = torch.randn(128, 32, device=device)

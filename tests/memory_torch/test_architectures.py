@@ -38,11 +38,16 @@ BY_GRAPH = (
 QUICK = dict.fromkeys(("GPT-2", "BERT", "Mamba", "UNet2DCondition"), "superneurons_memory")
 # Seconds to search, in counted work, where a half does not do.
 SECONDS = {"GraphSAGE": 8}
+SLOW = {"wav2vec2", "weight_norm, old", "Swin"}  # 6 to 9 s each
 # What the libraries themselves warn about.
 pytestmark = [
     pytest.mark.filterwarnings(f"ignore::{kind}")
     for kind in ("DeprecationWarning", "FutureWarning")
 ]
+
+
+def cases(names):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in names]
 
 
 def row(name, monkeypatch):
@@ -52,7 +57,7 @@ def row(name, monkeypatch):
     return row_of(name, profile=False, time_limit_s=limit_s, planner=planner)
 
 
-@pytest.mark.parametrize("name", BY_GRAPH)
+@pytest.mark.parametrize("name", cases(BY_GRAPH))
 def test_by_graph(name, monkeypatch):
     found = row(name, monkeypatch)
     assert found["chosen"] == "graph", found["reason"]
@@ -63,7 +68,7 @@ def test_by_graph(name, monkeypatch):
     assert 0 <= found["measured_bytes"] - found["predicted_bytes"] <= 64
 
 
-@pytest.mark.parametrize("name", BY_PARTS)
+@pytest.mark.parametrize("name", cases(BY_PARTS))
 def test_by_parts(name, monkeypatch):
     found = row(name, monkeypatch)
     if found["chosen"] == "graph" and torch.__version__ >= "2.15":
@@ -77,7 +82,7 @@ def test_by_parts(name, monkeypatch):
     assert BY_PARTS[name] in found["reason"]
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", cases(REFUSED))
 def test_refused(name, monkeypatch):
     found = row(name, monkeypatch)
     assert found["chosen"] == "refused"

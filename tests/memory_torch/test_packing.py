@@ -144,6 +144,7 @@ def test_two_values(values, other):
     assert packing.two_values(torch.tensor(values)) == other
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TRITON.exists(), reason="Triton is not installed: make setup")
 def test_kernels_in_the_interpreter_have_the_bits_of_array_code():
     """In a process of its own: the interpreter is chosen when Triton is imported."""

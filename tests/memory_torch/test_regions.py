@@ -30,7 +30,13 @@ NETS |= {nets.Casts: "70%", nets.Views: "70%"}
 
 
 @pytest.mark.filterwarnings("ignore:a training step of .* finds gradients")
-@pytest.mark.parametrize("kind", NETS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(net, marks=[pytest.mark.slow] * (net in (nets.Images, nets.Casts)))
+        for net in NETS
+    ],
+)
 def test_training_is_that_of_the_model_and_keeps_the_budget(kind):
     budget = NETS[kind]
     # Another number of rows than the sample's is told from what came before alone.
