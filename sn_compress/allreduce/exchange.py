@@ -12,7 +12,7 @@ got few words, and whose memory keeps growing, has its next dense step early.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -453,12 +453,18 @@ class AllReduceExchange:
             if tensor.summable is not None:
                 tensor.summable.rescale(factor)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume bit by bit; only the memories differ between ranks."""
+    def state_dict(self, aborted: Collection[str] = ()) -> dict[str, Any]:
+        """Everything needed to resume bit by bit; only the memories differ between ranks.
+
+        aborted : names of tensors that are saved as `abort` would leave them
+        """
         return {
             "format": _FORMAT,
             "left_out": dict(self._left_out),
-            "tensors": {name: tensor.state_dict() for name, tensor in self.tensors.items()},
+            "tensors": {
+                name: (tensor.aborted() if name in aborted else tensor).state_dict()
+                for name, tensor in self.tensors.items()
+            },
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

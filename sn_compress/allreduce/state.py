@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -425,6 +426,18 @@ class Tensor:
         elif self.summable is not saved_state:  # a size was chosen since: it stays
             memory = self.summable.memory
             self.replace(namespace(memory).zeros_like(memory) if residual is None else residual)
+
+    def aborted(self) -> Tensor:
+        """Return the tensor as `abort` would leave it, with the same arrays; it stays as it is."""
+        copies = {id(s): copy(s) for s in (self.summable, self.earlier) if s is not None}
+        tensor = copy(self)
+        tensor.summable = copies.get(id(self.summable))
+        tensor.earlier = copies.get(id(self.earlier))
+        if self.committed is not None:
+            before = self.committed["summable"]
+            tensor.committed = self.committed | {"summable": copies.get(id(before), copy(before))}
+        tensor.abort()
+        return tensor
 
     def begin(self, size: Allocation) -> None:
         """Start at a size that ranks have agreed on, from the mean gradient of a dense step."""

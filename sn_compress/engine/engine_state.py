@@ -24,17 +24,23 @@ _ARRAY = "array of the file"  # the only key of a node that stands for an array
 Changes = Mapping[str, Callable[[Floats], Floats]]
 
 
-def state_dict(engine: Engine, *, ranks: int, rank: int) -> dict[str, Any]:
+def state_dict(
+    engine: Engine, *, ranks: int, rank: int, without_held: bool = False
+) -> dict[str, Any]:
     """All that is needed to resume bit by bit, as arrays and numbers; it differs between ranks.
 
     Called between steps.
+
+    without_held : leave out what was left out of gradients that still wait in `.grad`, which no
+        checkpoint has: a run that resumes will not apply them
     """
     # Residuals of the last step are saved as its outcome has them, and no step is left open.
     engine.transaction.settle()
     engine.new_step()
+    held = engine.transaction.held if without_held else ()
     return {
         "format": _FORMAT, "ranks": ranks, "rank": rank, "scale": engine.transaction.scale,
-        "feedback": engine.feedback.state_dict(), "shared": engine.shared.state_dict(),
+        "feedback": engine.feedback.state_dict(held), "shared": engine.shared.state_dict(held),
         "theta": engine.theta.state_dict(),
     }  # fmt: skip
 

@@ -8,7 +8,7 @@ al. 2019).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -207,14 +207,17 @@ class ErrorFeedback:
         self._memory.pop(name, None)
         self._codecs.pop(name, None)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, aborted: Collection[str] = ()) -> dict[str, Any]:
         """Everything needed to resume bit by bit, as arrays, numbers and strings.
 
         It differs between ranks: save one per rank.
+
+        aborted : names whose memories are saved as `abort` would leave them
         """
+        kept = {name: self._committed[name] for name in aborted if name in self._committed}
         memory = {
             name: registry.save(self.codec_of(name), state, n)
-            for name, (n, state) in self._memory.items()
+            for name, (n, state) in (self._memory | kept).items()
             if state is not None
         }
         return {"format": _FORMAT, "memory": memory}

@@ -79,6 +79,11 @@ class Transaction:
         if self._outcomes is not None:
             self._outcomes.sent(names)
 
+    @property
+    def held(self) -> frozenset[str]:
+        """After `settle`: tensors whose last gradients are neither applied nor dropped yet."""
+        return frozenset(self._open)
+
     def reopen(self, names: Collection[str]) -> None:
         """Count tensors as sent and not committed, after steps that a graph has run."""
         self._open.update(names)

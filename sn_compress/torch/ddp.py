@@ -377,7 +377,9 @@ class CompressionState:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
         self.outcomes.look()
-        state = engine_state.state_dict(self.engine, ranks=self.ranks, rank=self.rank)
+        state = engine_state.state_dict(
+            self.engine, ranks=self.ranks, rank=self.rank, without_held=True
+        )
         nodes = saved_place(self.nodes, self._loaded, self.ranks)
         state |= {"layout": layout_of(self.names.known()), "hierarchy": nodes}
         return registry.map_tree(np.ndarray, torch.from_numpy, state)

@@ -23,6 +23,7 @@ from sn_compress import (  # noqa: E402
     MissingExtra,
     UncalledWarning,
 )
+from sn_compress.codecs import registry  # noqa: E402
 from sn_compress.schedule import Constant, Warmup  # noqa: E402
 from sn_compress.torch import integrations  # noqa: E402
 from sn_compress.torch.ddp import CompressionState, compression_hook  # noqa: E402
@@ -249,6 +250,36 @@ def test_going_back_to_a_checkpoint_without_a_memory_begins_anew(group, tmp_path
             attach.load(state, tmp_path)
         assert str(state.state_dict()) == empty
         train(ddp)
+
+
+@pytest.mark.parametrize("kind", ["fft", "low rank", "dense steps"])
+def test_a_gradient_that_waits_is_in_no_saved_state(group, kind):
+    """As a discriminator's behind the generator's step: a run that resumes has no `.grad`."""
+    chosen = {
+        "fft": FFTCompression.using(theta=0.9),
+        "low rank": SMALL,
+        "dense steps": LowRankCompression.using(ratio=20, warmup=1, every=3),
+    }[kind]
+    ddp = DistributedDataParallel(net())
+    state = attach.attach(ddp, chosen, "a test")
+    sgd = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def saved():
+        return registry.map_tree(torch.Tensor, torch.Tensor.tolist, state.state_dict())
+
+    differed = False  # not after a dense step, which leaves nothing out
+    for seed in range(8):
+        torch.manual_seed(seed)
+        ddp(torch.randn(4, 64)).square().mean().backward()
+        waiting = saved()
+        if seed % 2:
+            sgd.zero_grad()
+            assert saved() == waiting
+        else:
+            sgd.step()
+            differed |= saved() != waiting
+            sgd.zero_grad()
+    assert differed
 
 
 def test_a_checkpoint_of_lightning_without_a_memory_is_said(group):

@@ -286,7 +286,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     """See Compression.state_dict; of torch tensors, for torch.load(weights_only=True)."""
     memory, place = _settled_state(optimizer), _place(optimizer)
     engine = memory.engine
-    state = engine_state.state_dict(engine, **place)
+    state = engine_state.state_dict(engine, **place, without_held=True)
     state["hierarchy"] = saved_place(memory.nodes, memory.loaded, place["ranks"])
     return registry.map_tree(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
