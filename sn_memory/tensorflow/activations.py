@@ -24,6 +24,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from sn_compress.codecs.base import Payload
 from sn_compress.codecs.registry import codec as named_codec
@@ -48,6 +49,12 @@ def keep(
 
     compress, of : bytes are kept of what `of` makes of the input and the result
     """
+    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+        raise ValueError(
+            "activations cannot be compressed in a function that XLA compiles (jit_compile=True), "
+            "as compressing runs on the host; expected a plain tf.function. In Keras: "
+            "model.compile(jit_compile=False)."
+        )
     # A tape would keep the input that the buffer stands for.
     with record.stop_recording():
         y = call(x)

@@ -36,14 +36,14 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: regions": (("torch/regions",), 2184, 900),
     "torch: modules": (("torch/modules",), 1061, 550),
     "torch: activations": (("torch/activations",), 2485, 1200),
-    "tensorflow": (("tensorflow",), 6721, 4200),
+    "tensorflow": (("tensorflow",), 6728, 4200),
 }
-TOTAL = (44_785, 28_000)
+TOTAL = (44_792, 28_000)
 MOST_FILES = (170, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes and for cores that ranks share (108), and groups in vectors (110).
-COMPRESS_LINES = (28_093, 19_500)
+COMPRESS_LINES = (28_128, 19_500)
 COMPRESS_FILES = (120, 120)
 
 

@@ -71,6 +71,13 @@ def test_what_is_saved_or_cloned_meanwhile_has_its_activations(tmp_path):
         assert np.array_equal(other(x), model(x))
 
 
+def test_xla_is_refused():
+    model, x = network(), normal(8, 16, 16, 3)
+    labels = np.zeros(8, np.int64)
+    with compress_activations(model), pytest.raises(ValueError, match="jit_compile=False"):
+        tf.function(gradients, jit_compile=True)(model, x, labels)
+
+
 def test_an_activation_that_is_a_layer_is_put_back():
     bent = keras.layers.Dense(8, activation=keras.layers.LeakyReLU())
     model, x = keras.Sequential([keras.Input((32,)), bent]), normal(64, 32)
