@@ -157,7 +157,9 @@ class Prediction:
     def row(self, method: str) -> Row:
         """The row of a method; CompressError where it has none."""
         if (row_of := next((row for row in self.rows if row.method == method), None)) is None:
-            raise CompressError(self.impossible.get(method, f"there is no row {method!r}"))
+            known = ", ".join(row.method for row in self.rows)
+            why = f"there is no row {method!r}; expected one of {known}"
+            raise CompressError(self.impossible.get(method, why))
         return row_of
 
     def table(self) -> str:
