@@ -228,15 +228,16 @@ class AllReduceExchange:
                         result = ended.value
             with self._seconds.coding():
                 voted = self._end(step, result)
-            if voted:
                 # In a step of a vote each rank has one for every small tensor.
-                ballot = votes([self._outgrown(one) for one in voted])
+                ballot = votes([self._outgrown(one) for one in voted]) if voted else None
+            if ballot is not None:
                 first.size_words += ballot.size
                 nbytes += ballot.nbytes
                 (summed,) = yield [Collective("sum", asarray_like(ballot, like))]
-                outgrown = majority(to_host(numpy_view(summed, INT32)), len(voted))
-                for tensor in compress(voted, outgrown):
-                    tensor.step = self.warmup - 1  # its next step is dense
+                with self._seconds.coding():
+                    outgrown = majority(to_host(numpy_view(summed, INT32)), len(voted))
+                    for tensor in compress(voted, outgrown):
+                        tensor.step = self.warmup - 1  # its next step is dense
             if self._pauses:
                 yield []
         finally:

@@ -207,11 +207,12 @@ class Prediction:
         ratios = {
             name: plain / row.step.wire_bytes if plain else row.ratio for name, row in rows.items()
         }
-        named: dict[CompressionName, str] = {
-            "LowRankCompression": "LowRankCompression", "AutoCompression": "LowRankCompression",
-            "FFTCompression": "FFTCompression",
-        }  # fmt: skip
-        return {name: ratios[method] for name, method in named.items() if method in ratios}
+        if "LowRankCompression" in ratios:
+            ratios["AutoCompression"] = ratios["LowRankCompression"]
+        names: tuple[CompressionName, ...] = (
+            "LowRankCompression", "AutoCompression", "FFTCompression"
+        )  # fmt: skip
+        return {name: ratios[name] for name in names if name in ratios}
 
 
 def gbit_text(gbit: float) -> str:
@@ -299,8 +300,7 @@ def routes_by_method(
     host: Host = ALONE,
 ) -> dict[str, list[Route]]:
     """Routes by METHODS, and by BY_NODES among several nodes of several ranks; see `_missing`."""
-    nodes = ranks // gpus if gpus > 1 and ranks > gpus else 0
-    missing = _missing(ranks, nodes, rates)
+    nodes, missing = _nodes(ranks, gpus), _missing(ranks, gpus, rates)
     routes: dict[str, list[Route]] = {
         name: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
         for name, method in METHODS.items()
@@ -314,8 +314,14 @@ def routes_by_method(
     return routes
 
 
-def _missing(ranks: int, nodes: int, rates: Rates) -> dict[str, str]:
+def _nodes(ranks: int, gpus: int) -> int:
+    """Return how many nodes of several ranks there are; 0 where none or one."""
+    return ranks // gpus if gpus > 1 and ranks > gpus else 0
+
+
+def _missing(ranks: int, gpus: int, rates: Rates) -> dict[str, str]:
     """Return why methods have no routes."""
+    nodes = _nodes(ranks, gpus)
     missing = {
         name: f"no sum is of {many:,} ranks; expected {MAX_RANKS:,} or fewer"
         for name, many in (("LowRankCompression", ranks), ("LowRankCompression by nodes", nodes))
@@ -323,7 +329,9 @@ def _missing(ranks: int, nodes: int, rates: Rates) -> dict[str, str]:
     }
     if rates != FREE and not rates.owners_s:
         why = "its codec is not among these rates; measure it, or count none"
-        missing |= dict.fromkeys(("CastCompression", "CastCompression by nodes"), why)
+        missing["CastCompression"] = why
+        if nodes:
+            missing["CastCompression by nodes"] = why
     return missing
 
 
@@ -501,5 +509,5 @@ def predict(
     auto = min(choices, key=lambda name: seconds(name, link), default="plain")
     if seconds(auto, link) > (1 - MARGIN) * seconds("plain", link):
         auto = "plain"
-    missing = _missing(ranks, ranks // link.gpus if link.inside else 0, rates)
+    missing = _missing(ranks, link.gpus, rates)
     return Prediction(ranks, link, elements, tuple(rows), auto, missing)

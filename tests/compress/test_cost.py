@@ -244,6 +244,7 @@ def test_casts_have_a_row_where_their_codec_is_known():
     recorded = predict(layers("alexnet"), ranks=8, link=link, rates=RECORDED["core"])
     assert "CastCompression" not in {row.method for row in recorded.rows}
     assert "CastCompression: its codec is not among these rates" in recorded.table()
+    assert "by nodes" not in recorded.table()
     free = predict(layers("alexnet"), ranks=8, link=link)
     half = free.row("fp16").step.wire_bytes
     assert free.row("CastCompression").step.wire_bytes == pytest.approx(half, rel=1e-3)
