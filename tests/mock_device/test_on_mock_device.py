@@ -27,7 +27,7 @@ from sn_compress import AutoCompression, FFTCompression, LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_memory import Device
 from sn_memory.pool.placing import GRANULE, PlacingAllocator, library_path
-from sn_memory.torch import PinnedState, plan
+from sn_memory.torch import PinnedState, plan, trace
 from sn_memory.torch.target import allocator as placing
 from sn_memory.torch.target.accelerator import StreamLanes
 
@@ -125,6 +125,28 @@ def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
     found = gradients(mine, sample)
     assert len(finished) == len(on_host)
     assert all(map(torch.equal, found, expected))
+
+
+def test_a_trace_goes_backward_in_its_own_thread():
+    """In autograd's, the last gradients could outlive the call: "leaves what it computes"."""
+    threads = []
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            threads.append(threading.get_ident())
+            return gradient * 2
+
+    class Net(nn.Linear):
+        def forward(self, x):
+            return Doubled.apply(super().forward(x))
+
+    trace(Net(8, 8).to(DEVICE), torch.ones(4, 8, device=DEVICE), profile=False)
+    assert threads[0] == threading.get_ident()  # the recorded pass; the second one is measured
 
 
 def test_inputs_of_the_host_go_where_the_model_works():

@@ -304,7 +304,12 @@ class _Capture:
         if self.gpu is not None:
             arrived = self.gpu.gradients(ends, wanted, output_gradients)
         else:
-            with nullcontext() if self.inside else outside_autocast():
+            # In this thread: on an accelerator autograd has one of its own, which may let go of the
+            # last gradients after this call has returned, as if somebody held them.
+            with (
+                nullcontext() if self.inside else outside_autocast(),
+                torch.autograd.set_multithreading_enabled(False),
+            ):
                 arrived = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
         # Only now, as the backward pass may meet constants.
         taken |= set(self.recorder.recording.roles)
