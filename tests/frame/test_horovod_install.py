@@ -15,17 +15,20 @@ from horovod_steps import StepError, Steps
 from horovod_target import Target
 
 TARGET = Target(
-    python="cpython-311-x86_64-linux-gnu", torch="2.13.0+cpu", torch_cuda=None, tensorflow=None,
+    python="cpython-311-x86_64-linux-gnu", torch="2.13.0+cpu", torch_cuda=None, tensorflow="2.21.0",
     tensorflow_cuda=False, compiler="g++ 12.2.0", machine="Linux x86_64 glibc-2.36", cpu=("avx",),
     nvcc=None, mpi=None,
 )  # fmt: skip
-GPU = dataclasses.replace(TARGET, torch="2.15.0", torch_cuda="13.2", nvcc="13.2")
-# A Horovod whose launcher reports a build and, as so many ranks as it is told here, averages.
+GPU = dataclasses.replace(TARGET, torch="2.15.0", tensorflow=None, torch_cuda="13.2", nvcc="13.2")
+# A Horovod whose launcher reports a build and averages, for one framework a launch, as so many
+# ranks as it is told here.
 LAUNCH = """import sys
 if "--check-build" in sys.argv:
     print("    [X] PyTorch\\n    [X] {by}\\n    [ ] MPI")
 else:
-    print("smoke torch ok\\n" * {ranks})
+    *_, script, framework = sys.argv
+    assert script.endswith("horovod_smoke.py"), sys.argv
+    print(f"smoke {{framework}} ok\\n" * {ranks})
     sys.exit({status})
 """
 
