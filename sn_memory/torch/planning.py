@@ -66,8 +66,6 @@ _BASELINE_ERROR = 0.005
 class PlanningResult:
     """A step that was planned.
 
-    step : what carries it out
-    trial : the result of its trial
     laid_out_otherwise : whether kernels laid results out otherwise than traced, so that it was
         traced again
     after_first : whether it was traced as it is after a first forward pass
@@ -432,11 +430,6 @@ class PlanOptions:
         notes = (*plan.notes, *traced.notes, *logits_note(traced.graph, plan))
         return replace(plan, notes=notes)
 
-    def planned_state(self, graph: Graph, budget_bytes: int) -> Plan:
-        """Return a plan of a step with its updates; one of several searches."""
-        options = replace(self, time_limit_s=self.time_limit_s / _STATE_SEARCHES)
-        return options.planned(graph, budget_bytes)
-
     def replay(
         self,
         model: torch.nn.Module,
@@ -463,9 +456,8 @@ class PlanOptions:
         if self.state is not None:
             # Speeds that were passed in, or are those of any machine, are not measured.
             measured = self.profile and self.device is None
-            return self.state.replay(
-                model, traced, self.budget, self.planned_state, measured=measured
-            )
+            search = replace(self, time_limit_s=self.time_limit_s / _STATE_SEARCHES)
+            return self.state.replay(model, traced, self.budget, search.planned, measured=measured)
         return Replay(traced, (planned or self.planned_trace)(traced))
 
     def traced(
