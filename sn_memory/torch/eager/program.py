@@ -18,7 +18,7 @@ from ...plan.buffers import live_bytes
 from ...plan.plan import Plan
 from ..errors import ReplayError
 from ..host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
-from ..trace.rearrange import place_of_shape
+from ..trace.rearrange import values_read
 from ..trace.record import Call, Captured, View, form_of
 from ..trace.to_graph import GraphBinding, main_device
 from .instructions import (
@@ -313,12 +313,7 @@ class _Builder:
             elif kind == "run":
                 call = self.calls[self.named.call_of[target]]
                 last |= dict.fromkeys((*call.reads, *call.makes, *call.writes), at)
-                shape = place_of_shape(call)
-                read |= {
-                    arg.storage: at
-                    for place, arg in enumerate(call.flat)
-                    if isinstance(arg, View) and place != shape
-                }
+                read |= dict.fromkeys(values_read(call), at)
             else:
                 last[self.named.storage_of[target]] = at
         ready: dict[int, Ready] = {}

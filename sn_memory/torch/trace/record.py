@@ -8,7 +8,7 @@ how it is looked at. View ops cost nothing and are not calls; whoever needs a vi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -269,7 +269,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        layouts: Mapping[Hashable, tuple[View | None, ...]] | None = None,
+        layouts: Layouts | None = None,
         is_look: Callable[[Any, Any], bool] = lambda func, arguments: False,
     ) -> None:
         super().__init__()
