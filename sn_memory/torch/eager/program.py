@@ -65,8 +65,7 @@ class Program:
     Those after it come in sections. A gradient of a parameter is ready when no later action reads
     or changes it or the parameter: whoever is given it may change both.
 
-    named, captured : the traced step
-    plan : a plan of its graph that `check_plan` accepts
+    plan : of the graph of the traced step; `check_plan` accepts it
     update_ops : who carries out ops of the graph that are no calls
     part : whether the step is a part of a larger one: what it hands out is then another part's, and
         held here only as long as the plan says
@@ -280,8 +279,7 @@ class _Builder:
     def update_op(self, op: str, copied: tuple[int, ...]) -> list[Instruction]:
         """Return the instructions of an op that is no call."""
         assert self.update_ops is not None
-        row = self.waits(self.reads(op))
-        row.append(self.update_ops.instruction(op, self.load))
+        row = [*self.waits(self.reads(op)), self.update_ops.instruction(op, self.load)]
         record = self.named.graph.ops[self.named.graph.op_index[op]]
         self.held |= {self.named.storage_of[output] for output in record.outputs}
         self.pending |= {*copied}
@@ -291,12 +289,8 @@ class _Builder:
         """Return the section that ends with these gradients."""
         storages = [view.storage for _, view in ready if view is not None]
         current += self.waits(set(storages))
-        return Section(
-            Row(current, self.names),
-            [place for place, _ in ready],
-            [None if view is None else self.load(view) for _, view in ready],
-            storages,
-        )
+        loads = [None if view is None else self.load(view) for _, view in ready]
+        return Section(Row(current, self.names), [place for place, _ in ready], loads, storages)
 
     def gradients_ready(self) -> dict[int, Ready]:
         """Per action, the gradients of parameters that no later one needs; -1 where none does."""
