@@ -48,7 +48,6 @@ Ready = list[tuple[int, View | None]]
 class Section:
     """A part of the backward pass that ends where gradients of parameters are ready.
 
-    row : its instructions
     ready : numbers of those gradients, what loads them, and the storages they are then gone from.
         Nothing loads one that no planned backward pass has.
     """

@@ -152,7 +152,6 @@ class Replay(Step):
 
     @property
     def ignored(self) -> list[torch.Tensor]:
-        """Buffers on the host."""
         return [buffer.block for buffer in self.program.free_buffers]
 
     def in_pool(self, *, begins: bool = False) -> AbstractContextManager[Any]:
@@ -166,12 +165,10 @@ class Replay(Step):
 
     @property
     def waiting(self) -> int:
-        """How many forward passes of this plan still wait for their backward pass."""
         return self.program.waiting
 
     @cached_property
     def waiting_bytes(self) -> tuple[int, int]:
-        """What each of them holds until then, and what of that the caller has: input and output."""
         return _waiting_bytes(self.trace.named, self.plan)
 
     @cached_property
@@ -183,14 +180,10 @@ class Replay(Step):
 
     @cached_property
     def overwritten(self) -> list[str]:
-        """Names of parameters and buffers that the forward pass reads and then writes over."""
         return overwritten(self.captured)
 
     def release(self) -> None:
-        """Let go of the blocks on the host that no pass uses.
-
-        So the host holds those of one kind of input, however many there are.
-        """
+        # So the host holds the blocks of one kind of input, however many there are.
         self.program.free_buffers.clear()
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:

@@ -118,19 +118,15 @@ class Counts:
         self._memory = memory
 
     def memory_allocated(self, device: torch.device) -> int:
-        """Return the bytes of blocks in use."""
         return self._memory.statistics(index_of(device)).allocated_bytes
 
     def max_memory_allocated(self, device: torch.device) -> int:
-        """Return the most bytes of blocks in use."""
         return self._memory.statistics(index_of(device)).peak_allocated_bytes
 
     def memory_reserved(self, device: torch.device) -> int:
-        """Return the bytes taken from the driver."""
         return self._memory.statistics(index_of(device)).reserved_bytes
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """Let peaks begin at what is held now."""
         self._memory.reset_peaks(index_of(device))
 
 
