@@ -75,10 +75,7 @@ class Memory:
     """
 
     def __init__(
-        self,
-        storages: int,
-        buffers: OffloadBuffers | None,
-        free_buffers: list[OffloadBuffers],
+        self, storages: int, buffers: OffloadBuffers | None, free_buffers: list[OffloadBuffers]
     ) -> None:
         self.held: list[torch.Tensor | None] = [None] * storages
         self.rng_states: dict[int, torch.Tensor] = {}
@@ -99,15 +96,13 @@ class Memory:
         """
         # Its list of free buffers is its own: copies of pinned memory go when the pass ends.
         other = Memory(0, None if self.buffers is None else self.buffers.copied(), [])
-        other.held = [*self.held]
+        other.held, other.layouts = [*self.held], self.layouts
         for storage in overwritten:
             if (tensor := self.held[storage]) is not None:
                 memory = tensor.untyped_storage().clone()
                 form = tensor.storage_offset(), tensor.size(), tensor.stride()
                 other.held[storage] = tensor.new_empty(0).set_(memory, *form)
-        other.rng_states = dict(self.rng_states)
-        other.pending_copies = dict(self.pending_copies)
-        other.layouts = self.layouts
+        other.rng_states, other.pending_copies = {**self.rng_states}, {**self.pending_copies}
         return other
 
     def gradient(self, place: int, load: ViewLoad | None) -> torch.Tensor | None:

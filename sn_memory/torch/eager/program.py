@@ -21,6 +21,7 @@ from ..host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
 from ..trace.rearrange import values_read
 from ..trace.record import Call, Captured, View, form_of
 from ..trace.to_graph import GraphBinding, main_device
+from ..trace.trace import Trace
 from .instructions import (
     FreeStorage,
     Instruction,
@@ -73,15 +74,9 @@ class Program:
     """
 
     def __init__(
-        self,
-        named: GraphBinding,
-        captured: Captured,
-        plan: Plan,
-        update_ops: UpdateOps | None = None,
-        *,
-        part: bool = False,
+        self, trace: Trace, plan: Plan, update_ops: UpdateOps | None = None, *, part: bool = False
     ) -> None:
-        builder = _Builder(named, captured, plan, update_ops, part=part)
+        builder, captured = _Builder(trace, plan, update_ops, part), trace.captured
         self.storages = len(captured.recording.nbytes)
         if update_ops is not None:
             self.storages = update_ops.storages
@@ -109,7 +104,7 @@ class Program:
         self.host_copies = builder.host_copies
         self.made_copies = {at: builder.host_copies[at] for at in sorted(builder.copies_made)}
         self._engine = CopyEngine(main_device(captured)) if self.made_copies else None
-        self._pinned_bytes = named.graph.device.pinned_bytes
+        self._pinned_bytes = trace.graph.device.pinned_bytes
         # Those not in use: one, unless several forward passes waited for their backward.
         self.free_buffers = [self._new_buffers()] if self.made_copies else []
         self._memories: WeakSet[Memory] = WeakSet()
@@ -136,17 +131,9 @@ class Program:
 class _Builder:
     """Makes the instructions of a plan, following what is held at each action."""
 
-    def __init__(
-        self,
-        named: GraphBinding,
-        captured: Captured,
-        plan: Plan,
-        update_ops: UpdateOps | None,
-        *,
-        part: bool,
-    ) -> None:
-        self.named, self.captured, self.plan, self.update_ops = named, captured, plan, update_ops
-        self.part = part
+    def __init__(self, trace: Trace, plan: Plan, update_ops: UpdateOps | None, part: bool) -> None:
+        self.named, self.captured = named, captured = trace.named, trace.captured
+        self.plan, self.update_ops, self.part = plan, update_ops, part
         # Outputs that the plan frees as soon as they are handed out.
         self.freed_outputs: list[int] = []
         self.fetched = frozenset[int]() if update_ops is None else update_ops.fetched

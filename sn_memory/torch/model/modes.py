@@ -135,9 +135,7 @@ class Forwards:
 
 @contextmanager
 def replaced_tensors(
-    model: torch.nn.Module,
-    stand_in: Callable[[torch.Tensor], torch.Tensor],
-    *slots: str,
+    model: torch.nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor], *slots: str
 ) -> Iterator[None]:
     """Let modules hold others in the places of their tensors; one that several hold stays one.
 

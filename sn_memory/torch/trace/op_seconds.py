@@ -260,11 +260,7 @@ def circumstances() -> str:
             products.allow_fp16_reduced_precision_reduction,
             products.allow_bf16_reduced_precision_reduction,
         ),
-        "cudnn": (
-            backends.cudnn.enabled,
-            backends.cudnn.benchmark,
-            backends.cudnn.deterministic,
-        ),
+        "cudnn": (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
         "mkldnn": getattr(backends.mkldnn, "enabled", None),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
