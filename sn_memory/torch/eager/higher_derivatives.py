@@ -39,10 +39,8 @@ class PlainStep:
     """A forward pass by a plan, and what is needed to run it once more as the model's own.
 
     model, record : the planned model and what it carries, a `PlanRecord`
-    kind, arguments : the input
     parameters, buffers : of the model in this forward pass; `functional_call` puts others in their
         place.
-    step : what runs the forward pass
     """
 
     model: torch.nn.Module

@@ -186,7 +186,6 @@ def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
 class ViewLoad:
     """Loads a view of what is held.
 
-    view : what to load
     form : how the tensor that is held looked at the same storage when it was traced. In a step it
         may begin elsewhere: a parameter that has become a part of a vector.
 
@@ -216,7 +215,6 @@ class ViewLoad:
 class RunCall:
     """The instruction that runs a call, and sees to it that its results look as traced.
 
-    call : what to run
     results : place among the flat results, View, and whether it is to be held
     reruns : it has run before
     replayed : it draws random numbers of `device`, and the plan runs it more than once
@@ -349,9 +347,6 @@ class Row:
         h[4] = None
 
     where `h` is what is held, `f2` an overload of an op and the rest are constants.
-
-    instructions : in order
-    names : of the program it is a part of
 
     is_checked : whether results were seen to lie as traced: what runs from then on is written
     """

@@ -230,8 +230,6 @@ def hidden_statistics(func: Any, named: dict[str, Any]) -> tuple[str, ...]:
 
     Batch norm in training changes them in place. Given None there instead, it returns the same and
     changes nothing, which is how it is run again. Its functional form returns new ones instead.
-
-    named : the arguments of the call
     """
     return takes_statistics(func) if named.get("training") or named.get("train") else ()
 

@@ -144,7 +144,6 @@ class StepPool:
     ) -> AbstractContextManager[Any]:
         """Return the context in which this thread allocates from the pool.
 
-        device : where the step runs
         first_bytes : of the free segment with which torch's pool begins. Where another step asked
             for a smaller one, there is a new pool, and the old one goes with the tensors in it.
         step, begins : which step of the model this is a part of, and whether it is the first part

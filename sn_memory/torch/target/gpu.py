@@ -204,7 +204,6 @@ _MASK_GRAIN = 16
 class Gpu:
     """A GPU of the table, as fake tensors are on it.
 
-    named : its figures
     notes : what of a step is estimated or counted otherwise than the GPU would run it, once it ran
     """
 

@@ -54,8 +54,6 @@ def cpu_scratch_bytes(name: str, inputs: Sequence[Form], outputs: Sequence[Form]
 
     Worked out from what torch 2.13 was seen to take with oneDNN on AVX2, AVX-512 and AMX; in the
     units of single ops, of which tests hold examples. Ops that are not here take next to nothing.
-
-    inputs, outputs : of its arguments and its results
     """
     results = sum(map(_bytes, outputs))
     if name in _CONVOLUTIONS:

@@ -419,7 +419,6 @@ def _assuming_ones(
     It says as well at which inputs the model would look if they were.
 
     record : records the step, where these inputs, by their places, are ones and have values
-    arguments : the flat arguments
     """
     flags = [
         (place, is_ones(arg))

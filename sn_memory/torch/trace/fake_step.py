@@ -151,14 +151,11 @@ def _scratch(gpu: Gpu, func: Any, args: Any, kwargs: Any, _: Any) -> int:
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes an optimizer keeps between steps, and the most it holds beside that during one.
-
-    sizes : of its storages
-    """
+    """Bytes an optimizer keeps between steps, and the most it holds beside that during one."""
 
     state_bytes: int
     transient_bytes: int
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # of its storages
 
 
 def optimizer_memory(
