@@ -173,16 +173,16 @@ def _planned_with(
     """
     # A plan that was passed in is of a step without earlier gradients.
     name = "auto" if isinstance(planning.planner, Plan) else planning.planner
-    anew = replace(planning, accumulate=True, planner=name)
     # Layouts that a trial of this step saw are the kernels' own, whatever the plan.
     seen = None if step.trace is None else step.trace.layouts
+    anew = replace(planning, accumulate=True, planner=name, layouts=seen)
     least: BudgetError | None = None
     for budget in (budget_bytes, planning.share):
         if budget == "":
             continue
         try:
             options = replace(anew, budget=budget)
-            return options.by_backend(step.backend, plain, arguments, seen), least
+            return options.by_backend(step.backend, plain, arguments), least
         except BudgetError as error:
             # The error of the first attempt, at the bytes; the second is at the percentage.
             least = least or error
@@ -190,4 +190,4 @@ def _planned_with(
     if least.plan is None:
         return step, least
     smallest = replace(anew, planner=least.plan, budget=least.peak_bytes)
-    return smallest.by_backend(step.backend, plain, arguments, seen), least
+    return smallest.by_backend(step.backend, plain, arguments), least

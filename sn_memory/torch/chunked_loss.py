@@ -6,8 +6,7 @@ trace sees what it calls.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
@@ -22,16 +21,8 @@ def is_chunked_loss(target: Any) -> bool:
     return bool(target.namespace == _NAMESPACE)
 
 
-def chunked_counter(target: Any) -> Callable[..., float] | None:
-    """Return a function that counts the flops of torch's chunked loss; None for another op.
-
-    Like those of torch.utils.flop_counter it takes sizes in the place of tensors.
-    """
-    return partial(_flops, target) if is_chunked_loss(target) else None
-
-
-def _flops(target: Any, *args: Any, out_val: Any) -> float:
-    del out_val
+def chunked_flops(target: Any, args: Sequence[Any]) -> float:
+    """Return the arithmetic of torch's chunked loss; args have sizes in the place of tensors."""
     arguments = named_arguments(target, args, {})
     rows, width = arguments["input"]
     products = 1  # the logits; each gradient that is asked for takes another

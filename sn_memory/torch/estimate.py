@@ -7,7 +7,6 @@ without values, as a forward in Python holds more than it still needs.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -76,8 +75,7 @@ def estimate(
     for tensor in tensors(call_arguments(sample)):
         check_layout(tensor)
     # The step may run where the trace fails: it has values of small integers.
-    traced: Trace | None = None
-    refusal: TraceError | None = None
+    traced = refusal = None
     try:
         traced = trace_unplanned(model, sample, rates, gpu)
     except TraceError as error:
@@ -160,15 +158,15 @@ def _peak_op(traced: Trace | None, measured: Measured) -> str:
 
 def _sums_of_model(model: torch.nn.Module, sample: Any) -> dict[str, int]:
     """Bytes by role without a trace."""
-
-    def total(held: Iterable[torch.Tensor]) -> int:
-        return sum({id(tensor): tensor.nbytes for tensor in held}.values())
-
+    held = {
+        "parameter": [*model.parameters()],
+        "state": [*model.buffers()],
+        "input": tensors(call_arguments(sample)),
+        "gradient": [param for param in model.parameters() if param.requires_grad],
+    }
     return {
-        "parameter": total(model.parameters()),
-        "state": total(model.buffers()),
-        "input": total(tensors(call_arguments(sample))),
-        "gradient": total(param for param in model.parameters() if param.requires_grad),
+        role: sum({id(tensor): tensor.nbytes for tensor in ours}.values())
+        for role, ours in held.items()
     }
 
 
@@ -178,11 +176,9 @@ def _seconds(
     """Seconds of forward, backward and update, each at the device's figures."""
     if rates.bytes_per_s is None:
         return None
-    update = 0.0
-    if held.sizes or held.state_bytes:
-        # It reads weights, gradients and state, and writes weights and state.
-        moved = 2 * (sums["parameter"] + held.state_bytes) + sums["gradient"]
-        update = moved / rates.bytes_per_s
+    # The update reads weights, gradients and state, and writes weights and state.
+    moved = 2 * (sums["parameter"] + held.state_bytes) + sums["gradient"]
+    update = moved / rates.bytes_per_s if held.sizes or held.state_bytes else 0.0
     return sum(ways[0] for ways in traced.graph.arrays.seconds) + update
 
 
@@ -235,16 +231,13 @@ def _batch(sample: Any) -> int | None:
 
 def resized(sample: Any, batch: int) -> Any:
     """Return a sample of another batch: the first dimension of each of its tensors."""
-    return tree_map_only(torch.Tensor, lambda tensor: _resized(tensor, batch), sample)
 
+    def of_batch(tensor: torch.Tensor) -> torch.Tensor:
+        size = (batch, *tensor.shape[1:])
+        # A step may look at the values of a few integers: these have their rows repeated.
+        if is_known(tensor) and math.prod(size) <= MOST_KNOWN and len(tensor):
+            return tensor[torch.arange(batch) % len(tensor)]
+        resized = torch.empty(size, dtype=tensor.dtype, device="meta")
+        return resized.requires_grad_(tensor.requires_grad)
 
-def _resized(tensor: torch.Tensor, batch: int) -> torch.Tensor:
-    """Return a tensor like this one, of another batch: without memory, or with its rows repeated.
-
-    A step may look at the values of a few integers, so these have some.
-    """
-    size = (batch, *tensor.shape[1:])
-    if is_known(tensor) and math.prod(size) <= MOST_KNOWN and len(tensor):
-        return tensor[torch.arange(batch) % len(tensor)]
-    resized = torch.empty(size, dtype=tensor.dtype, device="meta")
-    return resized.requires_grad_(tensor.requires_grad)
+    return tree_map_only(torch.Tensor, of_batch, sample)

@@ -188,7 +188,8 @@ class _UnseenArguments(UnseenInput[Step]):
             self.inputs.laid_out_otherwise = True
         if self.inputs.laid_out_otherwise:
             seen = planning.layouts_seen(seen, self.plain, detached(self.arguments))
-        step = planning.by_graph(self.plain, self.arguments, seen, self.plan_of_trace)
+        planning = replace(planning, layouts=seen, plan_of_trace=self.plan_of_trace)
+        step = planning.by_graph(self.plain, self.arguments)
         # No trial: a result that a kernel lays out otherwise is copied, and noted here, and the
         # step is traced anew next time.
         step.layouts = {}

@@ -58,24 +58,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "graph", "regions", "compile", "modules")
-# Keywords that were removed, and what to write instead.
-_REMOVED = {
-    "accumulate": "Leave it out: the first step that finds gradients is planned for them, within"
-    " the budget; with strict=True it raises where no plan keeps that",
-    "bits": "Compress activations by sn_memory.torch.compress_activations(model, bits=8)",
-    "compiler": "Leave it out: backend='compile' compiles with Inductor, and backend='graph' runs"
-    " the recorded ops without a compiler",
-    "loss_chunks": "Let the model's forward return torch.nn.functional.linear_cross_entropy(hidden,"
-    " head.weight, labels, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256))",
-    "overlap": "Leave it out: where torch.distributed or Horovod is initialised with several ranks,"
-    " gradients are made as early as torch makes them, if the budget allows",
-    "trial": "Leave it out: a plan is tried on its sample, which the model has to take",
-    "update": "Write state=sn_memory.torch.HostState(update='backward') or state="
-    "sn_memory.torch.PinnedState('cuda', update='backward'), or for hooks of your own"
-    " state='hooks'",
-    "workspaces": "Write torch.backends.cudnn.benchmark = True for cuDNN's fastest convolutions",
-    **settings.OF_PROCESS,
-}
 # State that stays on the device and is updated by the caller's hooks.
 HOOKS = "hooks"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
@@ -95,7 +77,6 @@ def plan(
     state: str | os.PathLike[str] | StateBuffers | None = None,
     time_limit_s: float = 60.0,
     strict: bool = False,
-    **removed: Any,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -196,7 +177,6 @@ def plan(
     >>> model.sn_memory.plan.peak_bytes <= 0.8 * model.sn_memory.plan.baseline_peak_bytes
     True
     """
-    settings.refuse_keywords("plan", removed, _REMOVED)
     # What can be refused is refused before anything is traced.
     hooks, host = state == HOOKS, None if state == HOOKS else state
     _check_settings(backend, techniques, planner, profile=profile, hooks=hooks)
@@ -225,8 +205,7 @@ def plan(
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto":
         planning = replace(planning, was_compiled=_may_be_compiled(model, techniques, planner))
-    _check_model(model)
-    _check_device(device, model, backend)
+    _check_model(model, backend, device)
     plain = plain_model(model)
     if budget == LIMIT:
         free = limit_budget(plain, sample, optimizer=optimizer, device=device)
@@ -238,9 +217,9 @@ def plan(
         held = ModelState(plain, optimizer, host_buffers_for(plain, host))
         planning = replace(planning, state=held)
     results, planning = _planned_samples(plain, sample, planning)
-    # Each sample has a step: the planned model differs from the plain one by its class and record.
+    # The planned model differs from the plain one by its class and record alone: both have the same
+    # parameters, buffers and modules.
     twin = uninitialized(planned_class(plain, PlannedForward))
-    # No copies: both models have the same parameters, buffers and modules.
     twin.__dict__.update(plain.__dict__)
     register_fsdp_alias(twin, model)
     before: PlanRecord | None = model.__dict__.get(RECORD)
@@ -296,8 +275,8 @@ def _planned_samples(
                 f"with its plan {type(plain).__name__} computes the same but for rounding: "
                 f"{result.trial.remark}.",
             )
-        what = f"{type(plain).__name__} planned by {result.step.backend}"
-        log.info("%s: %s", what, summary(result.step.plan))
+        name, backend = type(plain).__name__, result.step.backend
+        log.info("%s planned by %s: %s", name, backend, summary(result.step.plan))
     return planned, planning
 
 
@@ -309,18 +288,6 @@ def exchanges_gradients() -> bool:
     # Who trains with Horovod has imported it.
     horovod = sys.modules.get("horovod.torch")
     return horovod is not None and bool(horovod.is_initialized() and horovod.size() > 1)
-
-
-def _check_device(device: Device | str | None, model: torch.nn.Module, backend: str) -> None:
-    """Refuse to compile or to measure for a GPU that is not here."""
-    if (
-        backend in ("compile", "modules", "regions")
-        and gpu_of(device, device_of(model)) is not None
-    ):
-        raise ValueError(
-            f"got device {device!r} with backend={backend!r}, which compiles or measures on this "
-            "machine. Use 'graph', which plans without the device, or plan on that machine."
-        )
 
 
 def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Arguments]]:
@@ -353,12 +320,10 @@ def _kept_inputs(
         # Kinds that came while training are planned again when they come: the budget may differ.
         cache.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
         asked = {kept.step for kept in cache.kept.values()}
-        cache.later |= {
-            step: replanned for step, replanned in before.later.items() if step in asked
-        }
+        cache.later |= {step: later for step, later in before.later.items() if step in asked}
         cache.laid_out_otherwise = before.laid_out_otherwise
-    for sampled, arguments, replanned in results:
-        step = replanned.step
+    for sampled, arguments, result in results:
+        step = result.step
         kind = guarded(guards, sampled, plain, arguments, step)
         if step.covers_smaller:
             # Values that the forward pass sets itself change each time, which is no other kind.
@@ -367,7 +332,7 @@ def _kept_inputs(
             cache.measured.append((kind, step))
         planned_kind = PlannedKind(kind.shapes(), "planned", step.plan.peak_bytes, budget_bytes)
         cache.kept[kind] = KeptStep(step, planned_kind, call_layout(arguments))
-        cache.laid_out_otherwise |= replanned.laid_out_otherwise
+        cache.laid_out_otherwise |= result.laid_out_otherwise
     return cache
 
 
@@ -430,7 +395,8 @@ def _may_be_compiled(
     return not missing
 
 
-def _check_model(model: torch.nn.Module) -> None:
+def _check_model(model: torch.nn.Module, backend: str, device: Device | str | None) -> None:
+    """Refuse a model that has no plan, or none by this back end for this device."""
     kind = type(model)
     if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
         raise TraceError(
@@ -451,3 +417,9 @@ def _check_model(model: torch.nn.Module) -> None:
         )
     if len({param.device for param in model.parameters()}) > 1:
         raise TraceError("the parameters lie on several devices; a plan is for the memory of one.")
+    measures = backend in ("compile", "modules", "regions")
+    if measures and gpu_of(device, device_of(model)) is not None:
+        raise ValueError(
+            f"got device {device!r} with backend={backend!r}, which compiles or measures on this "
+            "machine. Use 'graph', which plans without the device, or plan on that machine."
+        )

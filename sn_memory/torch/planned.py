@@ -102,24 +102,20 @@ class StepCache:
 
     def make_room(self, newest: InputSignature, budget_bytes: int) -> None:
         """Drop the least recently used kinds if there are too many, or they hold too much."""
-        while True:
-            # Kinds of the samples of `plan` have no `used`, and stay.
-            online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
-            # The newest is about to run.
-            if len(online) <= 1 or (
-                len(online) <= KINDS and not self._holds_too_much(budget_bytes)
-            ):
+        # Kinds of the samples of `plan` have no `used`, and stay; the newest is about to run.
+        online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
+        online.pop(newest, None)
+        for kind in sorted(online, key=online.__getitem__):
+            # Does what other kinds hold take a step above the budget that keeps it by itself?
+            too_much = any(
+                step.plan.peak_bytes <= budget_bytes
+                and step.plan.peak_bytes + self.constants_bytes(excluding=step.known) > budget_bytes
+                for step in (kept.step for kept in self.kept.values())
+            )
+            if len(online) < KINDS and not too_much:
                 return
-            oldest = self.kept.pop(min(online.keys() - {newest}, key=online.__getitem__))
-            self.later.pop(oldest.step, None)
-
-    def _holds_too_much(self, budget_bytes: int) -> bool:
-        """Whether what other kinds hold takes a step above the budget that keeps it by itself."""
-        return any(
-            step.plan.peak_bytes <= budget_bytes
-            and step.plan.peak_bytes + self.constants_bytes(excluding=step.known) > budget_bytes
-            for step in (kept.step for kept in self.kept.values())
-        )
+            del online[kind]
+            self.later.pop(self.kept.pop(kind).step, None)
 
 
 @dataclass(repr=False, frozen=True, eq=False)

@@ -16,7 +16,14 @@ import torch
 
 from .accumulation import fitting
 from .eager.higher_derivatives import PlainStep, without_plan
-from .model.modes import OF_CHECKPOINT, caches_weights, saved_tensors_hook, transformed, warn
+from .model.modes import (
+    OF_CHECKPOINT,
+    caches_weights,
+    saved_tensors_hook,
+    transformed,
+    warn,
+    warn_once,
+)
 from .model.signature import as_sampled
 from .model.wrapping import RECORD, plain_model, uninitialized
 from .new_inputs import step_for
@@ -28,14 +35,14 @@ class PlannedForward:
     """The first base of a planned model's class; see `planned_class`."""
 
     def run_planned(
-        self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run the forward pass by the plan; by `plain`, the class's own, where there is none."""
         record: PlanRecord = self.__dict__[RECORD]
         if record.state is not None:
             args, kwargs = record.state.with_inputs((args, kwargs))
-        if torch.is_grad_enabled() and (why := _reason_against_plan(self, record)):  # type: ignore[arg-type]
-            without_plan(self, record, why)  # type: ignore[arg-type]
+        if torch.is_grad_enabled() and (why := _reason_against_plan(self, record)):
+            without_plan(self, record, why)
             with record.lock:
                 return plain(self, *args, **kwargs)
         if not torch.is_grad_enabled():
@@ -44,11 +51,11 @@ class PlannedForward:
                 return plain(self, *args, **kwargs)
         inputs = record.inputs
         with record.lock:
-            kind, parameters, buffers = record.guards.lookup(self, (args, kwargs), inputs.kept)  # type: ignore[arg-type]
+            kind, parameters, buffers = record.guards.lookup(self, (args, kwargs), inputs.kept)
             kind = inputs.known(kind)
             step = inputs.step(kind)
             if step is None:
-                step = step_for(self, record, kind, (args, kwargs))  # type: ignore[arg-type]
+                step = step_for(self, record, kind, (args, kwargs))
             if step is None:
                 with record.all_brought():
                     return plain(self, *args, **kwargs)
@@ -58,24 +65,23 @@ class PlannedForward:
                 if kept.used is not None:
                     kept.used = inputs.count
                 # By position or keyword as in the sample, which is how the step was recorded.
-                args, kwargs = as_sampled(self, kept.call, (args, kwargs))  # type: ignore[arg-type]
-            step = fitting(self, step, (args, kwargs), parameters)  # type: ignore[arg-type]
+                args, kwargs = as_sampled(self, kept.call, (args, kwargs))
+            step = fitting(self, step, (args, kwargs), parameters)
             if inputs.running is not step:
                 # Two steps that alternate would else hold two arenas on the host.
                 if inputs.running is not None:
                     inputs.running.release()
                 inputs.running, step.pool = step, record.pool
-            pack = saved_tensors_hook()
-            if pack is not None and "hooks" not in inputs.warned:
+            if (pack := saved_tensors_hook()) is not None:
                 _warn_of_hooks(type(self).__name__, inputs, step, pack)
             arguments, plain_step = (args, kwargs), None
             if record.state is None and kind is not None:
                 plain_step = partial(PlainStep, self, record, kind, arguments, parameters, buffers)
-            return step.run(self, args, kwargs, Call(parameters, buffers, plain_step))  # type: ignore[arg-type]
+            return step.run(self, args, kwargs, Call(parameters, buffers, plain_step))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # Copies and pickles are plain: a plan's lock and recorded calls belong to this process.
-        plain = plain_model(self)  # type: ignore[arg-type]
+        plain = plain_model(self)
         if get_spawning_popen() is not None:
             warn(
                 f"a planned {type(plain).__name__} is passed to a new process, and is without its "
@@ -99,9 +105,9 @@ def _warn_of_hooks(name: str, inputs: StepCache, step: Step, pack: Callable[...,
     what, of_checkpoint = step.hidden_from_hooks, pack.__qualname__.startswith(OF_CHECKPOINT)
     if not what or (of_checkpoint and step.checkpoints_see):
         return
-    inputs.warned.add("hooks")
     where = f"{pack.__module__}.{pack.__qualname__.partition('.<locals>')[0]}"
-    warn(
+    text = (
         f"hooks for saved tensors ({where}) are on around a planned {name} and {what}. Call it "
         "outside of them, or run the model without a plan there."
     )
+    warn_once(inputs.warned, "hooks", text)

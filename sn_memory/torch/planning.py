@@ -9,7 +9,6 @@ import logging
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,8 +65,6 @@ _BASELINE_ERROR = 0.005
 class PlanningResult:
     """A step that was planned.
 
-    step : what carries it out
-    trial : the result of its trial
     laid_out_otherwise : whether kernels laid results out otherwise than traced, so that it was
         traced again
     after_first : whether it was traced as it is after a first forward pass
@@ -115,6 +112,10 @@ class PlanOptions:
     ends: tuple[bool, ...] = ()
     # More samples of the same shapes, for which parts of a model are planned as well.
     alike: tuple[Arguments, ...] = ()
+    # How kernels were seen to lay results out, where a trace says otherwise.
+    layouts: Layouts | None = None
+    # Plans what is traced, in the place of `planned_trace`.
+    plan_of_trace: Callable[[Trace], Plan] | None = None
 
     def at_once(self, budget_bytes: int, device: Device | None) -> PlanOptions:
         """Return how to plan while training: a short search, no op timed, no trial.
@@ -243,27 +244,15 @@ class PlanOptions:
             )
         return replace(self, was_compiled=False).planned_step(model, arguments)
 
-    def by_backend(
-        self,
-        name: str,
-        model: torch.nn.Module,
-        arguments: Arguments,
-        layouts: Layouts | None = None,
-    ) -> Step:
-        """Return a step of a back end; layouts : of results that kernels lay out otherwise."""
+    def by_backend(self, name: str, model: torch.nn.Module, arguments: Arguments) -> Step:
+        """Return a step of a back end."""
         if name == "graph":
-            return self.by_graph(model, arguments, layouts)
+            return self.by_graph(model, arguments)
         if name == "regions":
             return self.by_regions(model, arguments)
         return (self.by_compiler if name == "compile" else self.by_modules)(model, arguments)
 
-    def by_graph(
-        self,
-        model: torch.nn.Module,
-        arguments: Arguments,
-        layouts: Layouts | None = None,
-        planned: Callable[[Trace], Plan] | None = None,
-    ) -> Step:
+    def by_graph(self, model: torch.nn.Module, arguments: Arguments) -> Step:
         """Return a step that replays the recorded calls."""
         unseen = changeable(*arguments)
         if unseen:
@@ -273,10 +262,9 @@ class PlanOptions:
             )
         # A GPU that is not here: its step can be traced, and not be run; state is resident there.
         if isinstance(self.device, str) and gpu_of(self.device, device_of(model)) is not None:
-            on_paper = replace(self, state=None, update="step")
-            traced = on_paper.traced(model, arguments, layouts)
-            return EstimateOnlyStep(traced, (planned or self.planned_trace)(traced), self.device)
-        return self.replay(model, arguments, layouts, planned)
+            traced = replace(self, state=None, update="step").traced(model, arguments)
+            return EstimateOnlyStep(traced, self.planned_trace(traced), self.device)
+        return self.replay(model, arguments)
 
     def by_compiler(
         self,
@@ -423,6 +411,8 @@ class PlanOptions:
 
     def planned_trace(self, traced: Trace) -> Plan:
         """Return a plan of what was traced."""
+        if self.plan_of_trace is not None:
+            return self.plan_of_trace(traced)
         try:
             plan = self.planned(traced.graph)
         except BudgetError as error:
@@ -432,45 +422,25 @@ class PlanOptions:
         notes = (*plan.notes, *traced.notes, *logits_note(traced.graph, plan))
         return replace(plan, notes=notes)
 
-    def planned_state(self, graph: Graph, budget_bytes: int) -> Plan:
-        """Return a plan of a step with its updates; one of several searches."""
-        options = replace(self, time_limit_s=self.time_limit_s / _STATE_SEARCHES)
-        return options.planned(graph, budget_bytes)
-
-    def replay(
-        self,
-        model: torch.nn.Module,
-        arguments: Arguments,
-        layouts: Layouts | None = None,
-        planned: Callable[[Trace], Plan] | None = None,
-    ) -> Replay:
-        """Return a step that replays what is traced with such layouts; planned : plans a trace."""
+    def replay(self, model: torch.nn.Module, arguments: Arguments) -> Replay:
+        """Return a step that replays what is traced."""
         if self.overlap:
             # In torch's order gradients may need more than the budget (BudgetError), and a plan
             # that was passed in may be of the other order (PlanError).
             with suppress(BudgetError, PlanError):
-                return self._replay(model, arguments, layouts, planned)
-        return replace(self, overlap=False)._replay(model, arguments, layouts, planned)
+                return self._replay(model, arguments)
+        return replace(self, overlap=False)._replay(model, arguments)
 
-    def _replay(
-        self,
-        model: torch.nn.Module,
-        arguments: Arguments,
-        layouts: Layouts | None,
-        planned: Callable[[Trace], Plan] | None,
-    ) -> Replay:
-        traced = self.traced(model, arguments, layouts)
+    def _replay(self, model: torch.nn.Module, arguments: Arguments) -> Replay:
+        traced = self.traced(model, arguments)
         if self.state is not None:
             # Speeds that were passed in, or are those of any machine, are not measured.
             measured = self.profile and self.device is None
-            return self.state.replay(
-                model, traced, self.budget, self.planned_state, measured=measured
-            )
-        return Replay(traced, (planned or self.planned_trace)(traced))
+            search = replace(self, time_limit_s=self.time_limit_s / _STATE_SEARCHES)
+            return self.state.replay(model, traced, self.budget, search.planned, measured=measured)
+        return Replay(traced, self.planned_trace(traced))
 
-    def traced(
-        self, model: torch.nn.Module, arguments: Arguments, layouts: Layouts | None
-    ) -> Trace:
+    def traced(self, model: torch.nn.Module, arguments: Arguments) -> Trace:
         """Trace the step of an input."""
         report_progress("trace", 0, 1)
         with after_first(model, arguments) if self.after_first else nullcontext():
@@ -482,7 +452,7 @@ class PlanOptions:
                 # Its state is part of the plan then, and not resident.
                 optimizer=None if self.state else self.optimizer,
                 overlap=self.overlap,
-                layouts=layouts or {},
+                layouts=self.layouts or {},
                 accumulate=self.accumulate,
                 update=self.update,
                 # Not while training, when seconds count and the budget is in bytes.
@@ -492,16 +462,19 @@ class PlanOptions:
 
     def layouts_seen(self, first: Layouts, model: torch.nn.Module, arguments: Arguments) -> Layouts:
         """Return how kernels lay results out on an input, with what a first trial noted."""
-        untimed = replace(self, profile=False)
-
-        def smallest_with(known: Layouts) -> Replay:
-            return untimed.replay(model, arguments, known, lambda traced: smallest(traced.graph))
+        untimed = replace(self, profile=False, plan_of_trace=lambda traced: smallest(traced.graph))
 
         def run(step: Step) -> None:
             with suppress(ReplayError):
                 measured_step(around(model, step.run), model, arguments, count=False)
 
-        return until_laid_out(first, smallest_with, run)[1]
+        return until_laid_out(first, untimed.replay_of(model, arguments), run)[1]
+
+    def replay_of(
+        self, model: torch.nn.Module, arguments: Arguments
+    ) -> Callable[[Layouts], Replay]:
+        """Return what makes the step of an input, given layouts that were seen."""
+        return lambda layouts: replace(self, layouts=layouts).replay(model, arguments)
 
     def in_trial(self, step: Step, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
         """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
@@ -512,9 +485,8 @@ class PlanOptions:
             report_progress("trial", 0, 1)
             before = step
             assert isinstance(before, Replay)  # the one back end that plans state
-            step = self.state.dry_run(
-                before, model, arguments, partial(self.replay, model, arguments)
-            )
+            again = self.replay_of(model, arguments)
+            step = self.state.dry_run(before, model, arguments, again)
             remark = "with its state on the host the planned step ran alone"
             return PlanningResult(step, Trial(False, {}, remark=remark), step is not before)
         if self.trial and step.runs_here and not step.rounds_alike:
@@ -541,7 +513,7 @@ class PlanOptions:
         otherwise = bool(result.layouts)
         if otherwise:
             seen = self.layouts_seen(result.layouts, model, arguments)
-            step = self.replay(model, arguments, seen)
+            step = self.replay_of(model, arguments)(seen)
             result = trial_of_step()
         if result.failure or result.layouts:
             reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"

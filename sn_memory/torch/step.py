@@ -15,7 +15,7 @@ from ..base.sizes import show_bytes
 from ..plan.plan import Plan
 from .errors import ReplayError
 from .model.guards import Reads
-from .model.modes import inside_checkpoint, warn
+from .model.modes import inside_checkpoint, warn_once
 from .model.signature import Name
 from .model.snapshot import StateSnapshot
 from .model.wrapping import plain_class
@@ -156,7 +156,7 @@ class MeasuredStep(Step):
     def _begins_back(self, model: torch.nn.Module, one: _Pass, _: Any) -> None:
         keeps = torch._C._autograd._get_current_graph_task_keep_graph()
         one.consumed |= not keeps
-        if not keeps or self.warned & {"measured", "retained"}:
+        if not keeps or "measured" in self.warned:
             return
         # Enabled in a backward pass only with create_graph.
         differentiated = torch.is_grad_enabled()
@@ -164,8 +164,8 @@ class MeasuredStep(Step):
             return  # regions refuse to be differentiated, by an error
         need, budget = self.plan.peak_bytes + self.waiting_bytes[0], self.plan.budget_bytes
         if need > budget or differentiated:
-            self.warned.add("retained")
-            warn(keeps_graph(model, need, budget, differentiated=differentiated))
+            text = keeps_graph(model, need, budget, differentiated=differentiated)
+            warn_once(self.warned, "retained", text)
 
 
 def keeps_graph(

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from ...base.errors import PlanError
 from ...base.sizes import show_bytes
 from ..errors import ReplayError
-from ..model.modes import other_layout, warn
+from ..model.modes import other_layout, warn_once
 from ..model.results import flatten_outputs
 from ..model.signature import Arguments, InputSignature, tensors
 from ..model.snapshot import version_of
@@ -33,31 +34,26 @@ from ..trace.record import View
 from .replay import Gradients, Replay
 
 
+@dataclass(eq=False)
 class PlainStep:
     """A forward pass by a plan, and what is needed to run it once more as the model's own.
 
     model, record : the planned model and what it carries, a `PlanRecord`
-    kind, arguments : the input
     parameters, buffers : of the model in this forward pass; `functional_call` puts others in their
         place.
-    step : what runs the forward pass
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        record: Any,
-        kind: InputSignature,
-        arguments: Arguments,
-        parameters: Sequence[torch.Tensor],
-        buffers: Sequence[torch.Tensor],
-        step: Replay,
-    ) -> None:
-        self.model, self.record, self.kind, self.arguments = model, record, kind, arguments
-        self.parameters, self.buffers, self.step = parameters, buffers, step
+    model: torch.nn.Module
+    record: Any
+    kind: InputSignature
+    arguments: Arguments
+    parameters: Sequence[torch.Tensor]
+    buffers: Sequence[torch.Tensor]
+    step: Replay
+
+    def __post_init__(self) -> None:
         # As it is before the forward pass draws, so that it can draw the same again.
-        self.random = [(device, rng_state(device)) for device in step.drawn_on]
-        self.versions: list[int] = []
+        self.random = [(device, rng_state(device)) for device in self.step.drawn_on]
 
     def forward_ended(self) -> None:
         """Note the versions of what the forward pass read."""
@@ -69,12 +65,13 @@ class PlainStep:
         # The pass frees its own references only: the kept graph holds what it held, meanwhile.
         need = self.step.plan.peak_bytes + self.step.waiting_bytes[0]
         if need > budget:
-            _warn_once(self.record, "retained", keeps_graph(self.model, need, budget))
+            text = keeps_graph(self.model, need, budget)
+            warn_once(self.record.inputs.warned, "retained", text)
 
     def arrived(self, gradient: torch.Tensor, planned: View) -> None:
         """Warn once if the gradient of an output lies otherwise than planned."""
         if text := other_layout(gradient, planned.stride):
-            _warn_once(self.record, "layout", text)
+            warn_once(self.record.inputs.warned, "layout", text)
 
     def gradients(
         self, wanted: Sequence[torch.Tensor], arrived: Sequence[torch.Tensor | None]
@@ -120,10 +117,8 @@ class PlainStep:
             return [None for _ in wanted]
         ends, gradients = zip(*pairs, strict=True)
         inputs = [own[id(tensor)] for tensor in wanted]
-        results = torch.autograd.grad(
-            ends, inputs, gradients, create_graph=asked, allow_unused=True
-        )
-        return list(results)
+        settings = {"create_graph": asked, "allow_unused": True}
+        return list(torch.autograd.grad(ends, inputs, gradients, **settings))
 
     def _outputs(self, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Run the model's own forward pass; return the outputs that have gradients."""
@@ -203,9 +198,10 @@ def without_plan(model: torch.nn.Module, record: Any, where: str) -> None:
     where : that it is "inside torch.func or forward-mode AD", say
     """
     if record.state is not None:
+        name = plain_class(type(model)).__name__
         raise PlanError(
-            f"a planned {_name(model)} with its state on the host was called {where}, which looks "
-            "at the model's own forward pass. Call the model as it was before planning there."
+            f"a planned {name} with its state on the host was called {where}, which looks at the "
+            "model's own forward pass. Call the model as it was before planning there."
         )
     why = f"it is called {where}"
     _without_plan(model, record, record.plan.baseline_peak_bytes, why)
@@ -213,21 +209,10 @@ def without_plan(model: torch.nn.Module, record: Any, where: str) -> None:
 
 def _without_plan(model: torch.nn.Module, record: Any, need: int, why: str) -> None:
     text = (
-        f"the step of a planned {_name(model)} runs without its plan, because {why}: it takes up "
-        f"to {show_bytes(need)} and what the plan holds, and the "
-        f"budget is {show_bytes(record.budget_bytes)}"
+        f"the step of a planned {plain_class(type(model)).__name__} runs without its plan, because "
+        f"{why}: it takes up to {show_bytes(need)} and what the plan holds, and the budget is "
+        f"{show_bytes(record.budget_bytes)}"
     )
     if record.strict:
         raise PlanError(f"strict: {text}. Leave strict out to run it so.")
-    _warn_once(record, why, f"{text}.")
-
-
-def _warn_once(record: Any, what: str, text: str) -> None:
-    if what in record.inputs.warned:
-        return
-    record.inputs.warned.add(what)
-    warn(text)
-
-
-def _name(model: torch.nn.Module) -> str:
-    return plain_class(type(model)).__name__
+    warn_once(record.inputs.warned, why, f"{text}.")

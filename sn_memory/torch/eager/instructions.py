@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_unflatten
 
 from ..errors import ReplayError
 from ..host.copies import OffloadBuffers, Wait, no_wait
@@ -75,10 +75,7 @@ class Memory:
     """
 
     def __init__(
-        self,
-        storages: int,
-        buffers: OffloadBuffers | None,
-        free_buffers: list[OffloadBuffers],
+        self, storages: int, buffers: OffloadBuffers | None, free_buffers: list[OffloadBuffers]
     ) -> None:
         self.held: list[torch.Tensor | None] = [None] * storages
         self.rng_states: dict[int, torch.Tensor] = {}
@@ -99,15 +96,13 @@ class Memory:
         """
         # Its list of free buffers is its own: copies of pinned memory go when the pass ends.
         other = Memory(0, None if self.buffers is None else self.buffers.copied(), [])
-        other.held = [*self.held]
+        other.held, other.layouts = [*self.held], self.layouts
         for storage in overwritten:
             if (tensor := self.held[storage]) is not None:
                 memory = tensor.untyped_storage().clone()
                 form = tensor.storage_offset(), tensor.size(), tensor.stride()
                 other.held[storage] = tensor.new_empty(0).set_(memory, *form)
-        other.rng_states = dict(self.rng_states)
-        other.pending_copies = dict(self.pending_copies)
-        other.layouts = self.layouts
+        other.rng_states, other.pending_copies = {**self.rng_states}, {**self.pending_copies}
         return other
 
     def gradient(self, place: int, load: ViewLoad | None) -> torch.Tensor | None:
@@ -191,7 +186,6 @@ def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
 class ViewLoad:
     """Loads a view of what is held.
 
-    view : what to load
     form : how the tensor that is held looked at the same storage when it was traced. In a step it
         may begin elsewhere: a parameter that has become a part of a vector.
 
@@ -221,13 +215,9 @@ class ViewLoad:
 class RunCall:
     """The instruction that runs a call, and sees to it that its results look as traced.
 
-    call : what to run
-    forms : how each storage looks where it is held
     results : place among the flat results, View, and whether it is to be held
-    number : the call's
     reruns : it has run before
-    replayed : it draws random numbers, and the plan runs it more than once
-    device : whose random numbers these are
+    replayed : it draws random numbers of `device`, and the plan runs it more than once
     """
 
     # A deep net has tens of thousands of them.
@@ -248,10 +238,8 @@ class RunCall:
     ) -> None:
         self.call, self.results, self.number, self.device = call, results, number, device
         self.reruns, self.replayed = reruns, replayed
-        target = call.target
-        if call.target is LAYER and call.outputs[-1] is not None:
-            target = in_training(target)
-        self.target: Callable[..., Any] = target
+        trains = call.target is LAYER and call.outputs[-1] is not None
+        self.target: Callable[..., Any] = in_training(LAYER) if trains else call.target
         without = statistics(call) if reruns else ()
         # Flat, with a ViewLoad in the place of each tensor.
         self.arguments = [
@@ -269,19 +257,16 @@ class RunCall:
         args, kwargs = tree_unflatten(flat, self.call.spec)
         # Else it would hold what the call may be the last to need.
         del flat
-        if self.replayed and self.reruns:
-            # Afterwards as before: draws that follow are those of a step that runs nothing again.
-            now = rng_state(self.device)
+        now = rng_state(self.device) if self.replayed else None
+        if now is not None and self.reruns:
             set_rng_state(self.device, memory.rng_states[self.number])
-            result = self.target(*args, **kwargs)
+        elif now is not None:
+            memory.rng_states[self.number] = now
+        result = self.target(*args, **kwargs)
+        if now is not None and self.reruns:
+            # As before: draws that follow are those of a step that runs nothing again.
             set_rng_state(self.device, now)
-        else:
-            if self.replayed:
-                memory.rng_states[self.number] = rng_state(self.device)
-            result = self.target(*args, **kwargs)
-        if not self.results:
-            return
-        leaves = (result,) if isinstance(result, torch.Tensor) else tree_flatten(result)[0]
+        leaves = tree_leaves(result) if self.results else ()
         for place, view, fresh in self.results:
             tensor = leaves[place]
             if tensor is None or not view.shows(tensor):
@@ -309,12 +294,10 @@ def _as_traced(
                 view.size, view.stride, dtype=view.dtype, device=tensor.device
             )
             return copy.copy_(tensor)
-    got = (
-        "nothing"
-        if tensor is None
-        else f"a tensor of size {tuple(tensor.size())}, stride {tensor.stride()} and type "
-        f"{tensor.dtype}"
-    )
+    got = "nothing"
+    if tensor is not None:
+        got = f"a tensor of size {tuple(tensor.size())}, stride {tensor.stride()} and type "
+        got += str(tensor.dtype)
     raise ReplayError(
         f"{call.target} returned {got}; traced were {view.size}, {view.stride} and {view.dtype}. "
         "Its rule for fake tensors is wrong. Plan with a real sample and a trial, which sees what "
@@ -365,9 +348,6 @@ class Row:
 
     where `h` is what is held, `f2` an overload of an op and the rest are constants.
 
-    instructions : in order
-    names : of the program it is a part of
-
     is_checked : whether results were seen to lie as traced: what runs from then on is written
     """
 
@@ -414,7 +394,10 @@ def written(instructions: Sequence[Instruction], names: Names) -> Function:
                 writer.lines.append(f"h[{instruction.storage}] = None")
             else:
                 writer.lines.append(f"{names.name('i', instruction)}(memory)")
-        return writer.function()
+        source = "\n    ".join(["def run(memory):", *writer.lines])
+        namespace: dict[str, Function] = {}
+        exec(compile(source, "<planned step>", "exec"), names.values, namespace)
+        return namespace["run"]
 
 
 class _Writer:
@@ -422,14 +405,7 @@ class _Writer:
 
     def __init__(self, names: Names) -> None:
         self.lines: list[str] = ["h = memory.held"]
-        self.names = names
         self.name = names.name
-
-    def function(self) -> Function:
-        source = "def run(memory):\n" + "".join(f"    {line}\n" for line in self.lines)
-        namespace: dict[str, Function] = {}
-        exec(compile(source, "<planned step>", "exec"), self.names.values, namespace)
-        return namespace["run"]
 
     def call(self, instruction: RunCall) -> None:
         # Of an overload, what its own __call__ calls.

@@ -18,9 +18,10 @@ from ...plan.buffers import live_bytes
 from ...plan.plan import Plan
 from ..errors import ReplayError
 from ..host.copies import CopyEngine, HostCopy, OffloadBuffers, unneeded
-from ..trace.rearrange import place_of_shape
+from ..trace.rearrange import values_read
 from ..trace.record import Call, Captured, View, form_of
 from ..trace.to_graph import GraphBinding, main_device
+from ..trace.trace import Trace
 from .instructions import (
     FreeStorage,
     Instruction,
@@ -48,7 +49,6 @@ Ready = list[tuple[int, View | None]]
 class Section:
     """A part of the backward pass that ends where gradients of parameters are ready.
 
-    row : its instructions
     ready : numbers of those gradients, what loads them, and the storages they are then gone from.
         Nothing loads one that no planned backward pass has.
     """
@@ -65,8 +65,7 @@ class Program:
     Those after it come in sections. A gradient of a parameter is ready when no later action reads
     or changes it or the parameter: whoever is given it may change both.
 
-    named, captured : the traced step
-    plan : a plan of its graph that `check_plan` accepts
+    plan : of the graph of the traced step; `check_plan` accepts it
     update_ops : who carries out ops of the graph that are no calls
     part : whether the step is a part of a larger one: what it hands out is then another part's, and
         held here only as long as the plan says
@@ -75,15 +74,9 @@ class Program:
     """
 
     def __init__(
-        self,
-        named: GraphBinding,
-        captured: Captured,
-        plan: Plan,
-        update_ops: UpdateOps | None = None,
-        *,
-        part: bool = False,
+        self, trace: Trace, plan: Plan, update_ops: UpdateOps | None = None, *, part: bool = False
     ) -> None:
-        builder = _Builder(named, captured, plan, update_ops, part=part)
+        builder, captured = _Builder(trace, plan, update_ops, part), trace.captured
         self.storages = len(captured.recording.nbytes)
         if update_ops is not None:
             self.storages = update_ops.storages
@@ -111,7 +104,7 @@ class Program:
         self.host_copies = builder.host_copies
         self.made_copies = {at: builder.host_copies[at] for at in sorted(builder.copies_made)}
         self._engine = CopyEngine(main_device(captured)) if self.made_copies else None
-        self._pinned_bytes = named.graph.device.pinned_bytes
+        self._pinned_bytes = trace.graph.device.pinned_bytes
         # Those not in use: one, unless several forward passes waited for their backward.
         self.free_buffers = [self._new_buffers()] if self.made_copies else []
         self._memories: WeakSet[Memory] = WeakSet()
@@ -138,17 +131,9 @@ class Program:
 class _Builder:
     """Makes the instructions of a plan, following what is held at each action."""
 
-    def __init__(
-        self,
-        named: GraphBinding,
-        captured: Captured,
-        plan: Plan,
-        update_ops: UpdateOps | None,
-        *,
-        part: bool,
-    ) -> None:
-        self.named, self.captured, self.plan, self.update_ops = named, captured, plan, update_ops
-        self.part = part
+    def __init__(self, trace: Trace, plan: Plan, update_ops: UpdateOps | None, part: bool) -> None:
+        self.named, self.captured = named, captured = trace.named, trace.captured
+        self.plan, self.update_ops, self.part = plan, update_ops, part
         # Outputs that the plan frees as soon as they are handed out.
         self.freed_outputs: list[int] = []
         self.fetched = frozenset[int]() if update_ops is None else update_ops.fetched
@@ -280,8 +265,7 @@ class _Builder:
     def update_op(self, op: str, copied: tuple[int, ...]) -> list[Instruction]:
         """Return the instructions of an op that is no call."""
         assert self.update_ops is not None
-        row = self.waits(self.reads(op))
-        row.append(self.update_ops.instruction(op, self.load))
+        row = [*self.waits(self.reads(op)), self.update_ops.instruction(op, self.load)]
         record = self.named.graph.ops[self.named.graph.op_index[op]]
         self.held |= {self.named.storage_of[output] for output in record.outputs}
         self.pending |= {*copied}
@@ -291,12 +275,8 @@ class _Builder:
         """Return the section that ends with these gradients."""
         storages = [view.storage for _, view in ready if view is not None]
         current += self.waits(set(storages))
-        return Section(
-            Row(current, self.names),
-            [place for place, _ in ready],
-            [None if view is None else self.load(view) for _, view in ready],
-            storages,
-        )
+        loads = [None if view is None else self.load(view) for _, view in ready]
+        return Section(Row(current, self.names), [place for place, _ in ready], loads, storages)
 
     def gradients_ready(self) -> dict[int, Ready]:
         """Per action, the gradients of parameters that no later one needs; -1 where none does."""
@@ -313,12 +293,7 @@ class _Builder:
             elif kind == "run":
                 call = self.calls[self.named.call_of[target]]
                 last |= dict.fromkeys((*call.reads, *call.makes, *call.writes), at)
-                shape = place_of_shape(call)
-                read |= {
-                    arg.storage: at
-                    for place, arg in enumerate(call.flat)
-                    if isinstance(arg, View) and place != shape
-                }
+                read |= dict.fromkeys(values_read(call), at)
             else:
                 last[self.named.storage_of[target]] = at
         ready: dict[int, Ready] = {}

@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from itertools import count
-from operator import gt
+from itertools import compress, count
+from operator import gt, not_
 from typing import Any
 
 import torch
@@ -98,16 +98,11 @@ class Replay(Step):
     plan: Plan
 
     def __init__(
-        self,
-        trace: Trace,
-        plan: Plan,
-        update_ops: UpdateOps | None = None,
-        *,
-        part: bool = False,
+        self, trace: Trace, plan: Plan, update_ops: UpdateOps | None = None, *, part: bool = False
     ) -> None:
         self.trace, self.plan = trace, plan
         self.captured = captured = trace.captured
-        self.program = Program(trace.named, captured, plan, update_ops, part=part)
+        self.program = Program(trace, plan, update_ops, part=part)
         self.device = main_device(captured)
         # Tensors that belong to nobody, which the trace holds.
         self.known = list(captured.recording.constants.values())
@@ -118,11 +113,8 @@ class Replay(Step):
         # The peak of a backward pass whose gradients are added to those of another.
         self.adding_peak_bytes = self.program.adding_peak_bytes
         # Per output that is a tensor, whether a gradient may come back for it.
-        self.differentiable = [
-            has_gradient
-            for has_gradient, out in zip(captured.differentiable, captured.outputs, strict=True)
-            if isinstance(out, View)
-        ]
+        pairs = zip(captured.differentiable, captured.outputs, strict=True)
+        self.differentiable = [takes for takes, out in pairs if isinstance(out, View)]
         self.reached = reached(captured)
         # Per input that takes a gradient, how many are handed over; see `separate_sums`.
         leaves = self.program.leaves
@@ -152,7 +144,6 @@ class Replay(Step):
 
     @property
     def ignored(self) -> list[torch.Tensor]:
-        """Buffers on the host."""
         return [buffer.block for buffer in self.program.free_buffers]
 
     def in_pool(self, *, begins: bool = False) -> AbstractContextManager[Any]:
@@ -166,12 +157,10 @@ class Replay(Step):
 
     @property
     def waiting(self) -> int:
-        """How many forward passes of this plan still wait for their backward pass."""
         return self.program.waiting
 
     @cached_property
     def waiting_bytes(self) -> tuple[int, int]:
-        """What each of them holds until then, and what of that the caller has: input and output."""
         return _waiting_bytes(self.trace.named, self.plan)
 
     @cached_property
@@ -183,14 +172,10 @@ class Replay(Step):
 
     @cached_property
     def overwritten(self) -> list[str]:
-        """Names of parameters and buffers that the forward pass reads and then writes over."""
         return overwritten(self.captured)
 
     def release(self) -> None:
-        """Let go of the blocks on the host that no pass uses.
-
-        So the host holds those of one kind of input, however many there are.
-        """
+        # So the host holds the blocks of one kind of input, however many there are.
         self.program.free_buffers.clear()
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:
@@ -210,18 +195,12 @@ class Replay(Step):
         # What the last section of the backward pass has gradients for besides parameters.
         follow: list[torch.Tensor] = []
         if any(tensor.requires_grad for tensor in inputs):
-            leaves = set(map(id, wanted))
-            others = {
-                id(tensor): tensor
-                for tensor in inputs
-                if tensor.requires_grad and id(tensor) not in leaves
-            }
-            wanted += others.values()
-            follow = [
-                other
-                for other, many in zip(others.values(), self.times, strict=True)
-                for _ in range(many)
-            ]
+            known = set(map(id, wanted))
+            others = [leaf for leaf in inputs if leaf.requires_grad and id(leaf) not in known]
+            others = [*{id(leaf): leaf for leaf in others}.values()]
+            wanted += others
+            for other, many in zip(others, self.times, strict=True):
+                follow += [other] * many
         memory = self.start([*parameters, *buffers, *inputs])
         memory.plain, memory.wanted = plain, wanted
         if self.inside:
@@ -427,13 +406,7 @@ class _Planned(torch.autograd.Function):
             # At once: what is raised may be held for long, and this frame with it.
             memory.clear()
             raise
-        ctx.mark_non_differentiable(
-            *(
-                result
-                for result, has_gradient in zip(results, replay.differentiable, strict=True)
-                if not has_gradient
-            )
-        )
+        ctx.mark_non_differentiable(*compress(results, map(not_, replay.differentiable)))
         # Zeros that autograd made for outputs without a gradient would be in no plan.
         ctx.set_materialize_grads(False)
         ctx.replay, ctx.memory = replay, memory
@@ -464,15 +437,11 @@ class _Planned(torch.autograd.Function):
                 "with other types than outside; its plan was made for backward outside, as torch "
                 "advises. Call backward after the `with torch.autocast` block."
             )
-        arrived = [
-            grad
-            for grad, has_gradient in zip(incoming, replay.differentiable, strict=True)
-            if has_gradient
-        ]
+        arrived = [*compress(incoming, replay.differentiable)]
         del incoming
         plain, memory = memory.plain, replay.for_this_pass(memory, arrived)
         if isinstance(memory, Memory):
-            arrived = [grad for grad, end in zip(arrived, captured.ends, strict=True) if end]
+            arrived = [*compress(arrived, captured.ends)]
             memory.left_out = left_out(replay.reached, arrived)
             if replay.inside:
                 memory.left_out |= replay.unused(memory)

@@ -80,8 +80,6 @@ def tried(
 ) -> Trial:
     """Run a planned step once on the sample, and the model's own if memory allows; compare.
 
-    step : what was planned
-    model, arguments : the plain model and the sample
     plain_bytes : what the model's own step needs at its peak
     counted : whether to count what the model's own step takes, on the CPU
 
@@ -100,10 +98,13 @@ def tried(
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
-        # Is it the plan, or the sample? Layouts that were noted are reason enough to trace anew.
-        own = _own_failure(model, arguments) if enough and not noted else None
-        if own is not None:
-            raise fails_on_sample(type(model).__name__, *arguments, own) from own
+        # Layouts that were noted are reason enough to trace anew. Else: is it the plan, or the
+        # sample?
+        if enough and not noted:
+            try:
+                measured_step(model, model, arguments, count=False)
+            except Exception as own:
+                raise fails_on_sample(type(model).__name__, *arguments, own) from own
         if not noted:
             return Trial(False, {}, failure=f"{type(error).__name__}: {first_line(error)}")
     if noted:
@@ -165,14 +166,6 @@ def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
                 "one that initialises them does. Run one step before planning."
             )
         yield
-
-
-def _own_failure(model: torch.nn.Module, arguments: Any) -> Exception | None:
-    try:
-        measured_step(model, model, arguments, count=False)
-    except Exception as error:  # noqa: BLE001 - a sample that is no real input may do anything
-        return error
-    return None
 
 
 class _Reads(TorchDispatchMode):

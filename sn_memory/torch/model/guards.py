@@ -194,7 +194,9 @@ def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hash
         # A hash of the values, which holds no copy of them.
         content = (type(value), value.dtype.str, value.shape, hash(value.tobytes()))
     elif not isinstance(value, _CONTAINERS):
-        content = _of_object(value, watch, room)
+        attributes = attributes_held(value) if room > 0 and not isinstance(value, OPAQUE) else {}
+        held = tuple((name, contents(own, watch, room - 2)) for name, own in attributes.items())
+        content = (_Same(value), held) if held else _Same(value)
     elif room <= 0:
         content = type(value), id(value), len(value)
     elif isinstance(value, Mapping):
@@ -209,14 +211,6 @@ def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hash
     if watch is not None:
         watch.add(value, content)
     return content
-
-
-def _of_object(value: Any, watch: _Watch | None, room: int) -> Hashable:
-    attributes = attributes_held(value) if room > 0 and not isinstance(value, OPAQUE) else {}
-    held = tuple(
-        (name, contents(attribute, watch, room - 2)) for name, attribute in attributes.items()
-    )
-    return (_Same(value), held) if held else _Same(value)
 
 
 class _Watch:
@@ -344,8 +338,9 @@ def _order(
     """Return the names of what a module holds; with one that is shared, where it was first."""
     order: list[Hashable] = []
     for name, value in chain.from_iterable(getattr(module, slot).items() for slot in SLOTS):
-        first = (place, name) if value is None else met.setdefault(id(value), (place, name))
-        order.append(name if first == (place, name) and value is not None else (name, first))
+        own = place, name
+        first = own if value is None else met.setdefault(id(value), own)
+        order.append(name if first == own and value is not None else (name, first))
     return tuple(order)
 
 
@@ -359,8 +354,7 @@ def signature_of(
     """Return the signature of an input; None if an argument cannot be compared.
 
     model : the plain or the planned one
-    settings : what counts of the modules
-    loosely : of what cannot be compared, take the type: enough for the bytes a step holds
+    loosely : as in `forms_of`
     """
     signature = InputSignature(
         forms_of(model, arguments, loosely=loosely),
@@ -426,8 +420,6 @@ class GuardCache:
     ) -> InputSignature:
         """Return the signature that a step is for; what it depends on is compared from now on.
 
-        signature, model, arguments : what the step was planned for
-        reads : what it read of modules
         value_places : places among the flat arguments of which it counts whether they are all ones
         """
         self.reads = joined(self.reads, reads)
@@ -477,25 +469,21 @@ class GuardCache:
             self._places.clear()
         if not self._places:
             self._signatures.clear()
-        elif form in self._places:
-            key = form, _ones(self._places[form], model, arguments)
-            entry = self._signatures.get(key)
-            if entry is not None:
-                if entry not in known:
-                    entry = self._signatures[key] = _accepting(known, entry)
-                return entry, *tensors
-        signature = signature_of(model, arguments, watch.settings)
+        signature: InputSignature | None = None
+        if form in self._places:
+            ones = _ones(self._places[form], model, arguments)
+            signature = self._signatures.get((form, ones))
+        if signature is None:
+            signature = signature_of(model, arguments, watch.settings)
+            signature = signature and self._with_ones(signature, model, arguments)
+        elif signature in known:
+            return signature, *tensors
         if signature is not None:
-            signature = _accepting(known, self._with_ones(signature, model, arguments))
+            signature = next((kept for kept in known if kept.accepts(signature)), signature)
             if form is not None:
                 self._places[form] = _looked_at(signature, self.value_guards)
                 self._signatures[form, signature.ones] = signature
         return signature, *tensors
-
-
-def _accepting(known: Iterable[InputSignature], signature: InputSignature) -> InputSignature:
-    """Return the known signature that accepts another; if none does, that itself."""
-    return next((kept for kept in known if kept.accepts(signature)), signature)
 
 
 class _ModelWatch:
@@ -517,12 +505,9 @@ class _ModelWatch:
             watch.identity(module)
         # Hooks of the outermost module run around its forward, and its other attributes are what
         # trainers note on it: only what was read of it is compared.
-        watch.dicts += [module.__dict__ for module in inside]
-        watch.dicts += slots
-        watch.dicts += [
-            *GLOBAL_HOOKS,
-            *(getattr(module, slot) for module in inside for slot in HOOKS),
-        ]
+        of_modules = (getattr(module, slot) for module in inside for slot in HOOKS)
+        own = (module.__dict__ for module in inside)
+        watch.dicts += [*own, *slots, *GLOBAL_HOOKS, *of_modules]
         self._own_names = [*reads[0]] if reads else []
         self._own = self._addresses(model)
         watch.begin()

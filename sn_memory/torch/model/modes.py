@@ -55,6 +55,13 @@ def warn(text: str) -> None:
     warn_user(text, torch.__path__[0])
 
 
+def warn_once(warned: set[str], what: str, text: str) -> None:
+    """Warn of something the first time; `warned` keeps what warnings were about."""
+    if what not in warned:
+        warned.add(what)
+        warn(text)
+
+
 def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
     """Return a warning of a gradient whose strides are not the expected ones, or nothing.
 
@@ -128,9 +135,7 @@ class Forwards:
 
 @contextmanager
 def replaced_tensors(
-    model: torch.nn.Module,
-    stand_in: Callable[[torch.Tensor], torch.Tensor],
-    *slots: str,
+    model: torch.nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor], *slots: str
 ) -> Iterator[None]:
     """Let modules hold others in the places of their tensors; one that several hold stays one.
 

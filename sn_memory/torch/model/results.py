@@ -73,7 +73,6 @@ def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Fo
 
     Tensors in objects are the last leaves, each once; the objects' own leaves are a Shell.
 
-    results : what it returned
     model : its modules and what is an attribute of these is not copied
 
     Raises TraceError if an object cannot be copied.

@@ -154,10 +154,9 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
     owned = [param for group in groups for param in group.fsdp_params]
     before += _fields(owned, "unsharded_accumulated_grad")
     known = _managed_parameters(model)
-    gradients = [(param, param.grad) for param in known]
-    hooks = [(param, param._post_accumulate_grad_hooks) for param in known]
-    for with_hooks, _ in hooks:
-        with_hooks._post_accumulate_grad_hooks = None
+    before += _fields(known, "grad", "_post_accumulate_grad_hooks")
+    for param in known:
+        param._post_accumulate_grad_hooks = None
     _set_idle(states, groups, contexts)
     for container in (*lists, *(forward for forward, _ in pending)):
         container.clear()
@@ -178,10 +177,6 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
         for waiting, modules in pending:
             waiting.clear()
             waiting.update(modules)
-        for tensor, gradient in gradients:
-            tensor.grad = gradient
-        for tensor, held in hooks:
-            tensor._post_accumulate_grad_hooks = held
 
 
 def _fields(holders: Iterable[Any], *names: str) -> list[tuple[Any, str, Any]]:

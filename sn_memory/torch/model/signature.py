@@ -320,7 +320,6 @@ def form_of_leaf(leaf: Any, first: dict[int, tuple[int, int]], place: int) -> Ha
 
     first : for each tensor and each memory, the place where it was first seen, and at which byte
         of the memory that tensor begins; updated here
-    place : the leaf's own
     """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)

@@ -31,12 +31,7 @@ OPAQUE = (
 _GROUPS = (list, deque, set, dict)
 # Packages whose objects and functions are no part of a model's state.
 _THEIRS = ("torch", "numpy", "builtins", "collections", "sn_memory", "sn_compress")
-HOOKS = (
-    "_forward_pre_hooks",
-    "_forward_hooks",
-    "_backward_pre_hooks",
-    "_backward_hooks",
-)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # Those that torch calls around every module (`register_module_forward_hook` and its like).
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(torch_module, f"_global{slot}") for slot in HOOKS
@@ -57,7 +52,7 @@ class _Held:
         mine, theirs = self.attributes, other.attributes
         return (
             len(self.items) == len(other.items)
-            and all(a is b for a, b in zip(self.items, other.items, strict=True))
+            and all(map(is_, self.items, other.items))
             and mine.keys() == theirs.keys()
             and all(mine[name] is theirs[name] for name in mine)
         )
@@ -92,17 +87,14 @@ class StateSnapshot:
         return list(dict.fromkeys(names))
 
     def values(self) -> list[Any]:
-        """Return what was held."""
         return [
             item for _, _, was in self._before for item in (*was.items, *was.attributes.values())
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that were held."""
         return [tensor for tensor in self.values() if isinstance(tensor, torch.Tensor)]
 
     def restore(self) -> None:
-        """Put back what each of them held."""
         for _, holder, before in self._before:
             if not _held(holder).same(before):
                 _fill(holder, before)
@@ -143,7 +135,6 @@ class Values:
         }
 
     def restore(self) -> None:
-        """Let the tensors have these values."""
         for tensor, value in self._before.values():
             # By `data`, as a version that is counted up would look like a change in place.
             _copyable(tensor.data).copy_(value)
@@ -212,9 +203,7 @@ class WrittenWeights(TorchDispatchMode):
 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors that a call writes into, by its schema."""
-    if not func._schema.is_mutable:
-        return []
-    written = written_arguments(func, args, kwargs)
+    written = written_arguments(func, args, kwargs) if func._schema.is_mutable else []
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
@@ -241,8 +230,6 @@ def hidden_statistics(func: Any, named: dict[str, Any]) -> tuple[str, ...]:
 
     Batch norm in training changes them in place. Given None there instead, it returns the same and
     changes nothing, which is how it is run again. Its functional form returns new ones instead.
-
-    named : the arguments of the call
     """
     return takes_statistics(func) if named.get("training") or named.get("train") else ()
 

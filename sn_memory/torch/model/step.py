@@ -59,10 +59,8 @@ class Generators:
 
     def changed(self) -> bool:
         """Whether one of them was drawn from."""
-        return any(
-            _comparable(_state(generator)) != _comparable(state)
-            for generator, state in self._before
-        )
+        pairs = ((_state(generator), state) for generator, state in self._before)
+        return any(_comparable(now) != _comparable(then) for now, then in pairs)
 
     def seed(self, number: int) -> None:
         """Let each draw as one that was made with this seed."""
@@ -76,7 +74,6 @@ class Generators:
                 generator.seed(number)
 
     def restore(self) -> None:
-        """Put their states back."""
         for generator, state in self._before:
             if isinstance(generator, np.random.Generator):
                 generator.bit_generator.state = state
@@ -126,8 +123,8 @@ class SideEffects:
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], objects: Iterable[Any]) -> None:
-        self._objects = StateSnapshot(("", value) for value in objects)
-        self._versions = _versions(inputs)
+        self._inputs, self._objects = [*inputs], StateSnapshot(("", value) for value in objects)
+        self._versions = _versions(self._inputs)
         self._inner_versions = _versions(self._objects.tensors())
         self._drawn = outside_states()
 
@@ -137,24 +134,17 @@ class SideEffects:
         return bool(self._objects)
 
     def objects_changed(self) -> bool:
-        """Whether objects are not as they were."""
-        return bool(self._objects.changed()) or _are_written(self._inner_versions)
+        inside_changed = _versions(self._objects.tensors()) != self._inner_versions
+        return bool(self._objects.changed()) or inside_changed
 
     def changed(self) -> bool:
         """Whether anything is not as it was, random numbers outside torch included."""
-        return (
-            _are_written(self._versions)
-            or self._drawn != outside_states()
-            or self.objects_changed()
-        )
+        written = _versions(self._inputs) != self._versions
+        return written or self._drawn != outside_states() or self.objects_changed()
 
 
-def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
-    return [(tensor, version_of(tensor)) for tensor in tensors]
-
-
-def _are_written(versions: list[tuple[torch.Tensor, int]]) -> bool:
-    return any(version_of(tensor) != version for tensor, version in versions)
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [version_of(tensor) for tensor in tensors]
 
 
 @contextmanager
@@ -165,7 +155,6 @@ def forbid_external_rng() -> Iterator[None]:
     """
     before = {name: Generators([generator]) for name, generator in OUTSIDE_TORCH.items()}
     of_torch = Generators([torch.default_generator])
-    drawn, seeded = [], False
     try:
         yield
     finally:
@@ -186,7 +175,6 @@ def forbid_external_rng() -> Iterator[None]:
 class ModelSnapshot:
     """All that a step may change of a model and of its arguments, as of when this is created.
 
-    model, arguments : what the step runs on
     others : tensors and generators that it may change beside those that modules hold as attributes
     spared : tensors that it changes only as training does
     """
@@ -234,12 +222,9 @@ class ModelSnapshot:
             ]
             for slot, before in zip(SLOTS[:2], slots, strict=False):
                 other += getattr(module, slot).keys() ^ before.keys()
-            names += [
-                f"{path}.{name}".lstrip(".")
-                for name in other
-                # Lists of weights that are refreshed with the parameters (quirks/recurrent.py).
-                if not name.startswith("_flat_weight")
-            ]
+            # Lists of weights are refreshed with the parameters (quirks/recurrent.py).
+            own = (name for name in other if not name.startswith("_flat_weight"))
+            names += [f"{path}.{name}".lstrip(".") for name in own]
         return list(dict.fromkeys(names))
 
     def end_graphs(self) -> bool:
@@ -305,8 +290,6 @@ def restore_model(model: torch.nn.Module, arguments: Any = ()) -> Iterator[None]
     original = before = ModelSnapshot(model, arguments, (), spared)
     if original.end_graphs():
         before = ModelSnapshot(model, arguments, (), spared)
-    changed: list[str] = []
-    received = drawn = False
     try:
         with outside_saved_tensors_hooks():
             yield
@@ -464,20 +447,15 @@ def run_step(
     with counting, outside_autocast():
         torch.autograd.backward(ends, output_gradients)
     seconds = now(device) - began
-    results: dict[str, torch.Tensor | None] = {
-        f"output {place}": here(output)
-        for place, output in enumerate(outputs)
-        if isinstance(output, torch.Tensor)
-    }
-    results |= {
-        f"gradient of {name}": None if param.grad is None else here(param.grad)
-        for name, param in model.named_parameters()
-    }
-    results |= {
-        f"gradient of input {place}": value.grad
-        for place, value in enumerate(inputs)
-        if value.is_leaf
-    }
+    results: dict[str, torch.Tensor | None] = {}
+    for place, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor):
+            results[f"output {place}"] = here(output)
+    for name, param in model.named_parameters():
+        results[f"gradient of {name}"] = None if param.grad is None else here(param.grad)
+    for place, value in enumerate(inputs):
+        if value.is_leaf:
+            results[f"gradient of input {place}"] = value.grad
     # Copied, unlike gradients: `restore_step` puts values back into the same tensors.
     results |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
     return Measured(results, tracker.peak_bytes, tracker.peak_op, seconds, left, output_bytes)
@@ -515,7 +493,6 @@ def restore_step(
     memory of its own, so that hooks on the user's, an optimizer's step among them, do not run, and
     tensors that the caller computed, and that modules or objects hold, are leaves.
 
-    model, inputs : what a step runs on
     inputs_too : copy values of inputs, which a forward may scale in place, and put them back
     written : the parameters that an earlier such step was seen to write to: nothing is watched
         then, so that seconds are the step's own.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import update_wrapper, wraps
+from functools import partial, update_wrapper, wraps
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -67,8 +67,8 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
         "forward": _disguised(run, kind.forward),
         _PLAIN: kind,
     }
-    present = (name for name in _CHECKPOINTING if hasattr(model, name))
-    members |= {name: _ignored(getattr(kind, name, None) or _inner(kind, name)) for name in present}
+    present = [name for name in _CHECKPOINTING if hasattr(model, name)]
+    members |= {name: _ignored(kind, name) for name in present}
     return type(kind.__name__, (mixin, kind), members)
 
 
@@ -136,22 +136,15 @@ def as_written(model: torch.nn.Module, *, keep: bool) -> tuple[torch.nn.Module, 
     return model, True
 
 
-def _inner(kind: Any, name: str) -> Callable[..., Any]:
-    """Return a method that a model has from a module inside, as those of PEFT do."""
-
-    def original(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return kind.__getattr__(self, name)(*args, **kwargs)
-
-    return original
-
-
-def _ignored(original: Callable[..., Any]) -> Callable[..., Any]:
+def _ignored(kind: Any, name: str) -> Callable[..., Any]:
     """Return a method that turns on checkpointing in plain instances, and warns in planned ones."""
+    own = getattr(kind, name, None)
 
-    @wraps(original)
     def enable(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RECORD not in self.__dict__:
-            return original(self, *args, **kwargs)
+            # Models of PEFT have it from a module inside.
+            original = kind.__getattr__(self, name) if own is None else partial(own, self)
+            return original(*args, **kwargs)
         warn(
             f"gradient checkpointing was requested of a planned {type(self).__name__} and ignored: "
             "its plan decides what is run again, within its budget. To use it nevertheless, enable "
@@ -159,7 +152,7 @@ def _ignored(original: Callable[..., Any]) -> Callable[..., Any]:
         )
         return None
 
-    return enable
+    return enable if own is None else wraps(own)(enable)
 
 
 def is_in_compiled() -> bool:

@@ -157,11 +157,9 @@ class StreamLanes(Lanes):
         return self.back.record_event()
 
     def wait(self, ticket: Ticket) -> None:
-        """Queue a wait for the event on the stream of the ops."""
         self.of.current_stream(self.device).wait_event(ticket)
 
     def finish(self, ticket: Ticket) -> None:
-        """Wait for the event."""
         ticket.synchronize()
 
 

@@ -118,19 +118,15 @@ class Counts:
         self._memory = memory
 
     def memory_allocated(self, device: torch.device) -> int:
-        """Return the bytes of blocks in use."""
         return self._memory.statistics(index_of(device)).allocated_bytes
 
     def max_memory_allocated(self, device: torch.device) -> int:
-        """Return the most bytes of blocks in use."""
         return self._memory.statistics(index_of(device)).peak_allocated_bytes
 
     def memory_reserved(self, device: torch.device) -> int:
-        """Return the bytes taken from the driver."""
         return self._memory.statistics(index_of(device)).reserved_bytes
 
     def reset_peak_memory_stats(self, device: torch.device) -> None:
-        """Let peaks begin at what is held now."""
         self._memory.reset_peaks(index_of(device))
 
 
@@ -148,7 +144,6 @@ class StepPool:
     ) -> AbstractContextManager[Any]:
         """Return the context in which this thread allocates from the pool.
 
-        device : where the step runs
         first_bytes : of the free segment with which torch's pool begins. Where another step asked
             for a smaller one, there is a new pool, and the old one goes with the tensors in it.
         step, begins : which step of the model this is a part of, and whether it is the first part

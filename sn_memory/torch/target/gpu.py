@@ -204,7 +204,6 @@ _MASK_GRAIN = 16
 class Gpu:
     """A GPU of the table, as fake tensors are on it.
 
-    named : its figures
     notes : what of a step is estimated or counted otherwise than the GPU would run it, once it ran
     """
 
@@ -275,20 +274,15 @@ def fake_gpus() -> None:
     path = Path(torch.__file__).parent / "lib" / _LIBRARY
     try:
         guards = (ctypes.c_void_p * (_META + 1)).in_dll(ctypes.CDLL(str(path)), _REGISTRY)
+        guards[_CUDA] = guards[_CUDA] or guards[_META]
+        missing = "" if guards[_CUDA] else "its meta device has no guard"
     except (OSError, ValueError) as error:
+        missing = f"its {_LIBRARY} has no table of device guards ({error})"
+    if missing:
         raise TraceError(
             f"a step on a GPU that is not here cannot be traced with this build of torch "
-            f"({torch.__version__}): its {_LIBRARY} has no table of device guards ({error}). Use a "
-            "build with CUDA, or leave device out."
-        ) from error
-    if not guards[_CUDA]:
-        if not guards[_META]:
-            raise TraceError(
-                f"a step on a GPU that is not here cannot be traced with this build of torch "
-                f"({torch.__version__}): its meta device has no guard. Use a build with CUDA, or "
-                "leave device out."
-            )
-        guards[_CUDA] = guards[_META]
+            f"({torch.__version__}): {missing}. Use a build with CUDA, or leave device out."
+        )
 
 
 class Kernels(TorchFunctionMode):

@@ -46,11 +46,7 @@ _FLASH = "_scaled_dot_product_flash_attention_backward"
 _CUDNN = "_scaled_dot_product_cudnn_attention_backward"
 _EFFICIENT = "_scaled_dot_product_efficient_attention_backward"
 _ROWS = 128  # flash attention pads lengths to it
-
-
-def form_of(tensor: torch.Tensor) -> Form:
-    """Return the form of a tensor."""
-    return tuple(tensor.size()), tuple(tensor.stride()), tensor.dtype
+_HALF = (torch.float16, torch.bfloat16)
 
 
 def cpu_scratch_bytes(name: str, inputs: Sequence[Form], outputs: Sequence[Form]) -> int:
@@ -58,8 +54,6 @@ def cpu_scratch_bytes(name: str, inputs: Sequence[Form], outputs: Sequence[Form]
 
     Worked out from what torch 2.13 was seen to take with oneDNN on AVX2, AVX-512 and AMX; in the
     units of single ops, of which tests hold examples. Ops that are not here take next to nothing.
-
-    inputs, outputs : of its arguments and its results
     """
     results = sum(map(_bytes, outputs))
     if name in _CONVOLUTIONS:
@@ -94,28 +88,26 @@ def _convolution(name: str, inputs: Sequence[Form], outputs: Sequence[Form]) -> 
     blocked = sum(_blocked(image) for image in images)
     taken_in = inputs[1 if backward else 0][0]
     channels = max(1, taken_in[1] if len(taken_in) > 1 else 1)
-    groups = max(1, channels // max(1, weight[0][1]))
-    padded = _padded_weight(weight, groups)
+    size, _, dtype = weight
+    groups = max(1, channels // max(1, size[1]))
+    outer = _in_blocks(max(1, size[0] // groups)) * groups
+    padded = outer * _in_blocks(size[1]) * math.prod(size[2:]) * dtype.itemsize
     threads = torch.get_num_threads()
     taken = threads * _TABLES + blocked + (2 if backward else 1) * padded
     spatial = max(math.prod(image[0][2:]) for image in images)
     batch = images[0][0][0]
-    unfolded = spatial * math.prod(weight[0][1:]) * weight[2].itemsize
+    unfolded = spatial * math.prod(size[1:]) * dtype.itemsize
     alone = batch == 1 and math.prod(images[0][0]) <= _UNFOLDED
     # An upper rule: other types than float32 may be unfolded as well.
-    unfolded_at_once = batch if alone or weight[2] != torch.float32 else 0
+    unfolded_at_once = batch if alone or dtype != torch.float32 else 0
     if groups > 1:
         # Of groups of few channels oneDNN unfolds an image at a time, in each thread.
         unfolded_at_once = max(unfolded_at_once, threads)
-    taken += unfolded_at_once * unfolded
-    return taken
+    return taken + unfolded_at_once * unfolded
 
 
-def _padded_weight(weight: Form, groups: int) -> int:
-    size, _, dtype = weight
-    outer = -(-max(1, size[0] // groups) // _BLOCK) * _BLOCK * groups
-    inner = -(-size[1] // _BLOCK) * _BLOCK
-    return outer * inner * math.prod(size[2:]) * dtype.itemsize
+def _in_blocks(channels: int) -> int:
+    return -(-channels // _BLOCK) * _BLOCK
 
 
 def _blocked(image: Form) -> int:
@@ -123,8 +115,7 @@ def _blocked(image: Form) -> int:
     size, _, dtype = image
     if len(size) < 2:
         return _bytes(image)
-    channels = -(-size[1] // _BLOCK) * _BLOCK
-    return size[0] * channels * math.prod(size[2:]) * dtype.itemsize
+    return size[0] * _in_blocks(size[1]) * math.prod(size[2:]) * dtype.itemsize
 
 
 def _attention(name: str, inputs: Sequence[Form]) -> int:
@@ -185,20 +176,15 @@ def gpu_scratch_bytes(name: str, forms: Sequence[Form], gpu: NamedDevice) -> int
         batch, heads, length, head = forms[1][0]
         half = forms[1][2].itemsize < 4
         return batch * heads * length * ((head * 4 if half else 0) + 4)
-    if name in ("convolution", "convolution_backward") and _on_tensor_cores(forms[0][2], gpu):
-        copied = forms[:3] if name == "convolution_backward" else forms[:2]
-        return sum(
-            math.prod(form[0]) * form[2].itemsize for form in copied if not _channels_last(form)
-        )
-    return 0
-
-
-def _on_tensor_cores(dtype: torch.dtype, gpu: NamedDevice) -> bool:
-    if dtype == torch.float32:
-        return "tf32" in dict(gpu.flops_per_s) and torch.backends.cudnn.allow_tf32
-    return dtype in (torch.float16, torch.bfloat16)
-
-
-def _channels_last(form: Form) -> bool:
-    size, stride, _ = form
-    return len(size) < 3 or size[1] == 1 or stride[1] == 1
+    if name not in ("convolution", "convolution_backward"):
+        return 0
+    dtype = forms[0][2]
+    tf32 = "tf32" in dict(gpu.flops_per_s) and torch.backends.cudnn.allow_tf32
+    if dtype not in _HALF and not (dtype == torch.float32 and tf32):
+        return 0  # not on tensor cores
+    copied = forms[:3] if name == "convolution_backward" else forms[:2]
+    return sum(
+        _bytes((size, stride, dtype))
+        for size, stride, dtype in copied
+        if len(size) > 2 and size[1] != 1 and stride[1] != 1
+    )

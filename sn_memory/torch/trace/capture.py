@@ -14,6 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
+from operator import not_
 from threading import get_ident
 from types import FrameType
 from typing import Any
@@ -128,13 +129,8 @@ class _Capture:
     inside: bool
 
     def __post_init__(self) -> None:
-        values = ValueMode(tracing=True) if self.gpu is None else None
-        self.values, self.mode = (
-            values,
-            values or FakeMode(None if self.gpu is None else self.gpu.walk),
-        )
-        is_look = {} if values is None else {"is_look": values.is_look}
-        self.recorder = Recorder(self.layouts, **is_look)
+        self.mode = ValueMode(tracing=True) if self.gpu is None else FakeMode(self.gpu.walk)
+        self.recorder = Recorder(self.layouts, self.mode.is_look)
         self.fakes: dict[int, torch.Tensor] = {}
         # Per fake of an input that is all ones, what the model is given for it.
         self.ones_of: dict[int, torch.Tensor] = {}
@@ -230,11 +226,9 @@ class _Capture:
             differentiable = tuple(_is_tensor(out) and out.requires_grad for out in outputs)
             ends = tuple(compress(is_end, differentiable))
             ends = tuple(self.ends) if len(self.ends) == len(ends) else ends
-            starts: list[torch.Tensor] = []
-            rest: list[torch.Tensor] = []
-            for out, end in zip(compress(outputs, differentiable), ends, strict=True):
-                (starts if end else rest).append(out)
-            of_rest = _leaves_of(rest)
+            of_gradients = list(compress(outputs, differentiable))
+            starts = list(compress(of_gradients, ends))
+            of_rest = _leaves_of(compress(of_gradients, map(not_, ends)))
             output_gradients, gradients = self.backward(starts, [leaf for _, leaf in wanted])
         self.check_inputs({view.storage for view in views if view is not None})
         view = self.recorder.view
@@ -274,7 +268,8 @@ class _Capture:
     def with_values(self, fake: torch.Tensor) -> torch.Tensor:
         """Return what the model is given for an input of ones: a tensor that it may look at."""
         if id(fake) not in self.ones_of:
-            ones = None if self.values is None else self.values.give_ones(fake)
+            assert isinstance(self.mode, ValueMode)  # on a GPU that is not here no input has values
+            ones = self.mode.give_ones(fake)
             if ones is not None:
                 self.recorder.alias(ones, fake)
             self.ones_of[id(fake)] = fake if ones is None else ones
@@ -398,16 +393,14 @@ def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     stack, tracing = [""], get_ident()
 
     def enter(module: torch.nn.Module, args: Any) -> None:
-        if get_ident() != tracing:
-            return
-        stack.append(paths.get(id(module), stack[-1]))
-        recorder.scope = stack[-1]
+        if get_ident() == tracing:
+            stack.append(paths.get(id(module), stack[-1]))
+            recorder.scope = stack[-1]
 
     def leave(module: torch.nn.Module, args: Any, result: Any) -> None:
-        if get_ident() != tracing:
-            return
-        stack.pop()
-        recorder.scope = stack[-1]
+        if get_ident() == tracing:
+            stack.pop()
+            recorder.scope = stack[-1]
 
     hooks = [
         module_hooks.register_module_forward_pre_hook(enter),
@@ -431,12 +424,13 @@ def _assuming_ones(
     It says as well at which inputs the model would look if they were.
 
     record : records the step, where these inputs, by their places, are ones and have values
-    arguments : the flat arguments
     """
     flags = [
         (place, is_ones(arg))
         for place, arg in enumerate(arguments)
-        if isinstance(arg, torch.Tensor) and may_be_known(arg) and _is_mask(arg)
+        if isinstance(arg, torch.Tensor)
+        and may_be_known(arg)
+        and bool(((arg == 0) | (arg == 1)).all())
     ]
     captured = _fewest_ones(record, frozenset(place for place, ones in flags if ones))
 
@@ -450,11 +444,6 @@ def _assuming_ones(
     if others and differs(others):
         looked |= {other for other in others if len(others) == 1 or differs(frozenset({other}))}
     return replace(captured, looked=frozenset(looked))
-
-
-def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is made of zeros and ones."""
-    return bool(((tensor == 0) | (tensor == 1)).all())
 
 
 def _or_none(record: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured | None:
@@ -477,7 +466,7 @@ def _fewest_ones(record: Callable[[frozenset[int]], Captured], ones: frozenset[i
     blind = _or_none(record, frozenset())
     if blind is not None and _same(blind, looking):
         return blind
-    for place in sorted(ones) if len(ones) > 1 else ():
+    for place in sorted(ones):
         # Where it cannot be recorded without the values of one, that one is looked at. The last one
         # stays: without any the recording is another, as was seen above.
         fewer = _or_none(record, ones - {place}) if len(ones) > 1 else None

@@ -98,7 +98,6 @@ _PARAMETERS = {
     _ATEN.native_group_norm.default: slice(1, 3),
     _ATEN.native_layer_norm.default: slice(2, 4),
 }
-_GROUP_NORM_BACKWARD = _ATEN.native_group_norm_backward.default
 
 
 def _laid_out(strides: _Strides, args: tuple[Any, ...], result: Any) -> Any:
@@ -129,11 +128,6 @@ def _statistics_in_float32(parameters: slice, args: tuple[Any, ...], result: Any
     return _with_types(dict.fromkeys((1, 2), torch.float32) if mixed else {}, result)
 
 
-def _in_type_of_input(args: tuple[Any, ...], result: Any) -> Any:
-    """Return gradients of a group norm, that of the input in the input's type."""
-    return _with_types({0: args[1].dtype}, result)
-
-
 _CORRECTIONS: dict[Any, list[_Correction]] = {
     func: [correction] for func, correction in recurrent.CORRECTIONS.items()
 }
@@ -141,7 +135,10 @@ for _func, _strides in _STRIDES.items():
     _CORRECTIONS.setdefault(_func, []).append(partial(_laid_out, _strides))
 for _func, _places in _PARAMETERS.items():
     _CORRECTIONS.setdefault(_func, []).append(partial(_statistics_in_float32, _places))
-_CORRECTIONS.setdefault(_GROUP_NORM_BACKWARD, []).append(_in_type_of_input)
+# The gradient of the input of a group norm has the input's type.
+_CORRECTIONS[_ATEN.native_group_norm_backward.default] = [
+    lambda args, result: _with_types({0: args[1].dtype}, result)
+]
 
 
 @contextmanager
@@ -210,6 +207,10 @@ class FakeMode(FakeTensorMode):
             pairs = zip(result, args[place], strict=True)
             return tuple(gradient if wanted else None for gradient, wanted in pairs)
         return result
+
+    def is_look(self, func: Any, arguments: Any) -> bool:
+        """Whether a call only looks at values that are there: here there are none."""
+        return False
 
     def _some_number(self, dtype: torch.dtype) -> Any:
         self._looks_left -= 1
@@ -303,7 +304,9 @@ class ValueMode(FakeMode):
         # First without values, which costs nothing: how large is what it would make?
         if not operands:
             result = run(args, kwargs)
-            if not _is_sure(func) or not all(map(self._may_know, tensors(result))):
+            # The same each time only if torch makes it, and does not draw it.
+            sure = func.namespace == "aten" and _makes_tensors(func) and not _is_drawn(func)
+            if not sure or not all(map(self._may_know, tensors(result))):
                 return result
         elif all(map(self._has_values, operands)) and _is_view(func):
             pass  # Of one tensor there are no two, one with values and one without.
@@ -419,17 +422,8 @@ def _makes_tensors(func: Any) -> bool:
 
 @cache
 def _is_drawn(func: Any) -> bool:
-    """Whether what an op makes is drawn, or what was in memory.
-
-    What fills that may be no op of torch (a kernel of others writes to an address), and unseen.
-    """
+    """Whether what an op makes is drawn, or what was in memory, to be filled by who knows what."""
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
-
-
-@cache
-def _is_sure(func: Any) -> bool:
-    """Whether what an op makes from no tensor is the same each time."""
-    return func.namespace == "aten" and _makes_tensors(func) and not _is_drawn(func)
 
 
 @cache
@@ -471,13 +465,12 @@ def fake_of(
     if place is None and (working := working_device(tensor)) != tensor.device:
         place = working
     if place is None and tensor.device.type != "meta":
-        return mode.from_tensor(tensor.detach()).requires_grad_(tensor.requires_grad)
-    # On the meta device attention would be taken apart into its matrices.
-    device = torch.device("cpu") if place is None else place
-    with mode:
-        fake = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
-        )
+        fake = mode.from_tensor(tensor.detach())
+    else:
+        # On the meta device attention would be taken apart into its matrices.
+        like = {"dtype": tensor.dtype, "device": place or "cpu"}
+        with mode:
+            fake = torch.empty_strided(tensor.size(), tensor.stride(), **like)
     return fake.requires_grad_(tensor.requires_grad)
 
 

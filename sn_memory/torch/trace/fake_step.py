@@ -24,9 +24,10 @@ from ..model.snapshot import WrittenWeights
 from ..model.step import Measured, device_of, restore_model, restore_rng_state, run_step
 from ..model.tracker import Scratch, StorageTracker
 from ..target.gpu import Gpu
-from ..target.scratch import form_of, gpu_scratch_bytes
+from ..target.scratch import gpu_scratch_bytes
 from .fake import FakeMode, ValueMode, fake_of, swapped
 from .op_seconds import op_times
+from .record import form_of
 
 # A step looks at few values a parameter (Adafactor at its size); a loop that waits for another
 # value than the one it is given looks without end.
@@ -114,7 +115,7 @@ def fake_step_on(
         taken = {tensor.untyped_storage()._cdata for tensor in held.values()}
 
         # What autograd's AccumulateGrad does: adds to the gradient that is there, or takes the new
-        # one over, copied where it is shared or lies otherwise.
+        # one over, copied where it is shared, a part of something, or lies otherwise.
         def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
             if id(leaf) not in leaves or not keep:
                 return
@@ -122,7 +123,9 @@ def fake_step_on(
             if before is not None:
                 before.add_(gradient)
                 return
-            if gradient.untyped_storage()._cdata in taken or not _lies_like(gradient, leaf):
+            memory = gradient.untyped_storage()
+            whole = memory.nbytes() == gradient.nbytes
+            if memory._cdata in taken or gradient.stride() != leaf.stride() or not whole:
                 gradient = torch.empty_like(leaf, requires_grad=False).copy_(gradient)
             held[id(leaf)] = gradient.detach()
             taken.add(gradient.untyped_storage()._cdata)
@@ -142,27 +145,17 @@ def fake_step_on(
 def _scratch(gpu: Gpu, func: Any, args: Any, kwargs: Any, _: Any) -> int:
     if is_chunked_loss(func):
         return chunked_scratch(func, args, gpu.place)
-    forms = [form_of(tensor) for tensor in tensors((args, kwargs))]
+    forms = [form_of(tensor, -1).form for tensor in tensors((args, kwargs))]
     return gpu_scratch_bytes(str(func.overloadpacket.__name__), forms, gpu.named)
-
-
-def _lies_like(gradient: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether autograd keeps a gradient as it is: it lies as its leaf does, and is no part."""
-    return gradient.stride() == leaf.stride() and (
-        gradient.untyped_storage().nbytes() == gradient.nbytes
-    )
 
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes an optimizer keeps between steps, and the most it holds beside that during one.
-
-    sizes : of its storages
-    """
+    """Bytes an optimizer keeps between steps, and the most it holds beside that during one."""
 
     state_bytes: int
     transient_bytes: int
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # of its storages
 
 
 def optimizer_memory(

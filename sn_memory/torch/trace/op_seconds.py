@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
@@ -102,7 +101,7 @@ def _may_measure(device: torch.device) -> bool:
     return not _TRAINING.get() and (is_apart(device) or not is_profiled())
 
 
-# Seconds and scratch bytes of a call; None where it could not be run.
+# Seconds and scratch bytes of a call; None where it could not or may not be run.
 Cost = tuple[float, int] | None
 _NONE: Final[Mapping[tuple[str, str], OpTimes]] = {}
 # The open table, by the name of its file and the settings that it is for.
@@ -149,22 +148,18 @@ def timed(
 
     device : speeds that are known; untimed : numbers of calls that are left to them
     """
+    if not profile or place.type == "meta":  # where nothing runs
+        return device or NOMINAL, [None] * len(recording.calls)
     calls = {at: call for at, call in enumerate(recording.calls) if at not in untimed}
-    others = replace(recording, calls=[*calls.values()])
-    profile = profile and place.type != "meta"  # where nothing runs
     if device is None:
         # With arrays no larger than an op's, so that measuring takes no more memory than timing.
-        device = measured_device(place, largest_bytes(others)) if profile else NOMINAL
-    costs = dict(zip(calls, measured_costs(others, place), strict=True)) if profile else {}
+        touched = ({*call.reads, *call.makes, *call.writes} for call in calls.values())
+        sizes = (sum(recording.nbytes[storage] for storage in storages) for storages in touched)
+        device = measured_device(place, max(sizes, default=0))
+    calls = {at: call for at, call in calls.items() if timeable(call)}
+    works = [(signature(call), partial(_cost, call, recording, place)) for call in calls.values()]
+    costs = dict(zip(calls, cached_costs(works, place), strict=True))
     return device, [costs.get(at) for at in range(len(recording.calls))]
-
-
-def measured_costs(recording: Recording, device: torch.device) -> list[Cost]:
-    """Return what calls cost on a device; None for those that could not or may not be run."""
-    calls = {at: call for at, call in enumerate(recording.calls) if timeable(call)}
-    works = [(signature(call), partial(_cost, call, recording, device)) for call in calls.values()]
-    costs = dict(zip(calls, cached_costs(works, device), strict=True))
-    return [costs.get(at) for at in range(len(recording.calls))]
 
 
 def cached_costs(
@@ -173,12 +168,9 @@ def cached_costs(
     """Return costs per (signature, function that measures them), from the file where it can."""
     with op_times(device) as times:
         keys = [times.key(text) for text, _ in works]
-        missing = {
-            key: measure
-            for key, (_, measure) in zip(keys, works, strict=True)
-            if key not in times.table
-        }
         if _may_measure(device):
+            measures = zip(keys, (measure for _, measure in works), strict=True)
+            missing = {key: measure for key, measure in measures if key not in times.table}
             times.table.update(while_time_lasts(missing))
         # Read from the table again, as time may have been over before all was measured.
         return _known(times, keys)
@@ -268,11 +260,7 @@ def circumstances() -> str:
             products.allow_fp16_reduced_precision_reduction,
             products.allow_bf16_reduced_precision_reduction,
         ),
-        "cudnn": (
-            backends.cudnn.enabled,
-            backends.cudnn.benchmark,
-            backends.cudnn.deterministic,
-        ),
+        "cudnn": (backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
         "mkldnn": getattr(backends.mkldnn, "enabled", None),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
@@ -349,13 +337,6 @@ def measured_device(device: torch.device, room_bytes: int) -> Device:
     )
     _MEASURED[key] = (count, speeds)
     return speeds
-
-
-def largest_bytes(recording: Recording) -> int:
-    """Return the bytes of what the largest call reads, makes and writes."""
-    touched = ({*call.reads, *call.makes, *call.writes} for call in recording.calls)
-    nbytes = (sum(recording.nbytes[storage] for storage in storages) for storages in touched)
-    return max(nbytes, default=0)
 
 
 def transfer_speeds(block: torch.Tensor) -> tuple[float, float]:

@@ -140,24 +140,23 @@ def without_unused(captured: Captured) -> Captured:
     return replace(captured, recording=recording, boundary=boundary)
 
 
-def _rounds_once(call: Call) -> bool:
-    """Whether each number of a result is one sum, product or quotient of real numbers."""
+def _rounds_alike(call: Call) -> bool:
+    """Whether a kernel that writes over its first argument rounds as one that writes elsewhere.
+
+    Each number is one sum, product or quotient of real ones, or all tensors lie alike, so that any
+    kernel walks through them in one way: a vector's lanes may round otherwise than one number does.
+    """
     arithmetic = call.target in (_aten.add.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
     out = call.outputs[0]
-    return arithmetic and out is not None and not out.dtype.is_complex
-
-
-def _laid_out_alike(call: Call) -> bool:
-    """Whether all tensors of a call lie alike, so that any kernel walks through them in one way."""
-    return len({(view.size, view.stride) for view in call.views}) == 1
+    once = arithmetic and out is not None and not out.dtype.is_complex
+    return once or len({(view.size, view.stride) for view in call.views}) == 1
 
 
 def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
     """Write sums, products and elementwise gradients over a gradient, where that is its last use.
 
     The same kernel runs on the same numbers; only where it writes differs. With `sums_only` it is
-    what autograd does without a trace. A kernel that rounds more than once an element must also
-    walk through them in the same order: a vector's lanes may round otherwise than one number does.
+    what autograd does without a trace.
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
@@ -170,11 +169,9 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
             return replace(value, storage=heir[value.storage])
         return value
 
-    def gives_way(first: Any, others: tuple[Any, ...], out: Any, at: int) -> bool:
+    def gives_way(first: View, others: list[Any], out: View, at: int) -> bool:
         return (
-            isinstance(first, View)
-            and isinstance(out, View)
-            and all(other.storage != first.storage for other in others if isinstance(other, View))
+            all(other.storage != first.storage for other in others if isinstance(other, View))
             and first.storage not in held
             and last[first.storage] == at
             and replace(first, storage=out.storage) == out
@@ -195,14 +192,11 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
         if call.phase == "backward" and call.target in IN_PLACE and not call.writes:
             first, *others = call.flat
             out = call.outputs[0]
-            # What the forward pass made may be dropped and made again, unless it is written over.
-            ours = isinstance(first, View) and first.storage in made_backward
             summed = call.target is _aten.add.Tensor and isinstance(others[0], View)
-            alike = _rounds_once(call) or _laid_out_alike(call)
-            if (summed or (ours and alike and not sums_only)) and gives_way(
-                first, tuple(others), out, at
-            ):
-                assert out is not None
+            # What the forward pass made may be dropped and made again, unless it is written over.
+            ours = not sums_only and isinstance(first, View) and first.storage in made_backward
+            may = summed or (ours and _rounds_alike(call))
+            if may and isinstance(first, View) and out and gives_way(first, others, out, at):
                 heir[out.storage] = first.storage
                 # It lives on as the result does.
                 last[first.storage] = last[out.storage]
@@ -245,16 +239,16 @@ def split_conv_backward(captured: Captured) -> Captured:
     for call in captured.recording.calls:
         is_both = call.target is CONVOLUTION_BACKWARD
         parts = convolution_parts(call.flat, call.spec) if is_both else []
-        calls += [_asked(call, *part) for part in parts] or [call]
+        for mask, flat, spec in parts:
+            pairs = zip(call.outputs, mask, strict=True)
+            outputs = tuple(out if asked else None for out, asked in pairs)
+            stays = {out.storage for out in outputs if out is not None}
+            makes = tuple(make for make in call.makes if make in stays)
+            part = replace(call, flat=tuple(flat), spec=spec, outputs=outputs, makes=makes)
+            calls.append(part)
+        if not parts:
+            calls.append(call)
     return replace(captured, recording=replace(captured.recording, calls=calls))
-
-
-def _asked(call: Call, mask: list[bool], flat: list[Any], spec: Any) -> Call:
-    """Return a convolution's backward call that is asked for some of its gradients."""
-    outputs = tuple(out if asked else None for out, asked in zip(call.outputs, mask, strict=True))
-    stays = {out.storage for out in outputs if out is not None}
-    makes = tuple(make for make in call.makes if make in stays)
-    return replace(call, flat=tuple(flat), spec=spec, outputs=outputs, makes=makes)
 
 
 def defer_weight_grads(captured: Captured) -> Captured:
@@ -280,8 +274,9 @@ def defer_weight_grads(captured: Captured) -> Captured:
     ]
     late: set[int] = set()
     kept: set[int] = set(held)
+    before = -1
     # What one such call keeps costs the next one nothing, so more may pay.
-    while True:
+    while len(late) > before:
         before = len(late)
         for at in wanted:
             reads = set(calls[at].reads) - kept
@@ -289,8 +284,6 @@ def defer_weight_grads(captured: Captured) -> Captured:
             if at not in late and sum(recording.nbytes[read] for read in reads) < nbytes:
                 late.add(at)
                 kept |= reads
-        if len(late) == before:
-            break
     order = [at for at in range(len(calls)) if at not in late] + sorted(late)
     now = replace(recording, calls=[calls[at] for at in order])
     return replace(captured, recording=now, numbers=tuple(order))
@@ -306,49 +299,34 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
     recording = captured.recording
     calls, last = recording.calls, last_uses(recording)
     parameters = dict(captured.parameters)
-    read: dict[int, int] = {}
-    for at, call in enumerate(calls):
-        shape = place_of_shape(call)
-        for place, arg in enumerate(call.flat):
-            if isinstance(arg, View) and place != shape:
-                read[arg.storage] = at
-    nbytes, device, inputs = list(recording.nbytes), list(recording.device), dict(recording.roles)
+    read = {storage: at for at, call in enumerate(calls) for storage in values_read(call)}
+    nbytes, device, roles = list(recording.nbytes), list(recording.device), dict(recording.roles)
     after: dict[int, list[tuple[int, Call]]] = {}
-    earlier: list[tuple[str, int]] = []
+    summed_into: list[tuple[str, int]] = []
     for place, (name, view) in enumerate(captured.gradients):
         if view is None or name not in parameters:
             continue
-        own = parameters[name]
-        target = own
+        own = target = parameters[name]
         if not early_update:
             target = View(len(nbytes), own.size, own.stride, 0, own.dtype)
-            inputs[target.storage] = "state"
+            roles[target.storage] = "state"
             nbytes.append(math.prod(own.size) * own.dtype.itemsize)
             device.append(recording.device[own.storage])
-        earlier.append((name, target.storage))
+        summed_into.append((name, target.storage))
         flat, spec = flattened(((target, view), {}))
         at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
         add, writes = _aten.add_.Tensor, tuple(dict.fromkeys((target.storage, own.storage)))
         summed = Call(add, tuple(flat), spec, (target,), (), writes, "backward", False, name)
         # Numbered by the parameter, above all calls: the name is the same wherever the sum stands.
         after.setdefault(at, []).append((len(calls) + place, summed))
-    instructions = list(after.get(-1, ()))
-    for at, (number, call) in enumerate(
-        zip(captured.numbers or range(len(calls)), calls, strict=True)
-    ):
-        instructions += [(number, call), *after.get(at, ())]
-    recording = replace(
-        recording,
-        calls=[call for _, call in instructions],
-        nbytes=nbytes,
-        device=device,
-        roles=inputs,
-    )
-    numbers = tuple(number for number, _ in instructions)
+    numbered = list(after.get(-1, ()))
+    for at, pair in enumerate(zip(captured.numbers or range(len(calls)), calls, strict=True)):
+        numbered += [pair, *after.get(at, ())]
+    arranged = [call for _, call in numbered]
+    recording = replace(recording, calls=arranged, nbytes=nbytes, device=device, roles=roles)
+    numbers, sums = tuple(number for number, _ in numbered), tuple(summed_into)
     result = replace(captured, recording=recording, numbers=numbers)
-    if early_update:
-        return replace(result, updated=tuple(earlier))
-    return replace(result, earlier=tuple(earlier))
+    return replace(result, updated=sums) if early_update else replace(result, earlier=sums)
 
 
 def replace_shape_only_inputs(captured: Captured) -> Captured:
@@ -366,14 +344,13 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
     for at, call in enumerate(recording.calls):
         place = place_of_shape(call)
         if place is not None and recording.device[call.flat[place].storage].type in _DEVICES:
-            views = [(at, arg) for at, arg in enumerate(call.flat) if isinstance(arg, View)]
             others = [
-                *(arg.storage for at, arg in views if at != place),
+                *values_read(call),
                 *parameters,
                 # What is used here for the last time is another argument, or the one to be let go.
                 *sorted(storage for storage in live if last[storage] != at),
             ]
-            call = _substituted(captured, call, place, others)
+            call = _substituted(recording, call, place, others)
         calls.append(call)
         if at >= captured.boundary:
             live |= set(call.makes) - held
@@ -394,21 +371,23 @@ def place_of_shape(call: Call) -> int | None:
     return place
 
 
-def _substituted(captured: Captured, call: Call, place: int, others: list[int]) -> Call:
-    view, recording = call.flat[place], captured.recording
-    place_of, nbytes = recording.device, _reach(view) * view.dtype.itemsize
+def values_read(call: Call) -> list[int]:
+    """Return the storages of arguments of which more is read than the shape."""
+    shape = place_of_shape(call)
+    places = enumerate(call.flat)
+    return [arg.storage for at, arg in places if isinstance(arg, View) and at != shape]
+
+
+def _substituted(recording: Recording, call: Call, place: int, others: list[int]) -> Call:
+    view, device = call.flat[place], recording.device
     if sum(other.storage == view.storage for other in call.views) > 1:
         return call  # It is held for another argument anyway.
+    # Elements from the first to the last.
+    reach = 1 + sum((size - 1) * step for size, step in zip(view.size, view.stride, strict=True))
+    nbytes = 0 if 0 in view.size else reach * view.dtype.itemsize
     for other in others:
-        if recording.nbytes[other] >= nbytes and place_of[other] == place_of[view.storage]:
+        if recording.nbytes[other] >= nbytes and device[other] == device[view.storage]:
             flat = list(call.flat)
             flat[place] = replace(view, storage=other, offset=0)
             return replace(call, flat=tuple(flat))
     return call
-
-
-def _reach(view: View) -> int:
-    """Elements from the first to the last of a view."""
-    if 0 in view.size:
-        return 0
-    return 1 + sum((size - 1) * step for size, step in zip(view.size, view.stride, strict=True))

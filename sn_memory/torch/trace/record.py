@@ -8,7 +8,7 @@ how it is looked at. View ops cost nothing and are not calls; whoever needs a vi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
@@ -164,7 +164,6 @@ class Call:
 class Recording:
     """Calls in order, and the storages they work on.
 
-    calls : in execution order
     nbytes, device : per storage
     roles : per storage that was there before the first call, what it is
     constants : of these storages, those that belong to nobody, with the tensor that holds them
@@ -181,7 +180,6 @@ class Recording:
 class Captured:
     """The calls of a training step, and which storages are whose.
 
-    recording : the calls
     boundary : how many of them belong to the forward pass; the loss comes after those.
     parameters, buffers : path and View of each; of several paths to the same tensor the first.
     inputs : view per flat input, None where it is no tensor
@@ -269,7 +267,7 @@ class Recorder(TorchDispatchMode):
 
     def __init__(
         self,
-        layouts: Mapping[Hashable, tuple[View | None, ...]] | None = None,
+        layouts: Layouts | None = None,
         is_look: Callable[[Any, Any], bool] = lambda func, arguments: False,
     ) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...graph.graph import Graph
 from ...graph.records import Device, Op, Storage, Workspace, loss_op
-from ..chunked_loss import chunked_counter
+from ..chunked_loss import chunked_flops, is_chunked_loss
 from ..model.snapshot import hidden_statistics, named_arguments, takes_statistics
 from ..quirks import grouped, recurrent
 from .record import Call, Captured, View
@@ -135,10 +135,12 @@ def flops(call: Call) -> float:
         return recurrent.flops(call.target, sizes)
     if call.target is grouped.PRODUCT:
         return grouped.flops(sizes)
-    count = chunked_counter(call.target) or flop_registry.get(call.target.overloadpacket)
-    if count is None:
+    count = flop_registry.get(call.target.overloadpacket)
+    if count is None and not is_chunked_loss(call.target):
         return 0.0
     args, kwargs = call.arguments(lambda view: torch.Size(view.size))
+    if count is None:
+        return chunked_flops(call.target, args)
     shapes = [torch.Size(out.size) if out is not None else None for out in call.outputs]
     return float(count(*args, **kwargs, out_val=shapes[0] if len(shapes) == 1 else tuple(shapes)))
 

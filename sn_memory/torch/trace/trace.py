@@ -34,13 +34,7 @@ from ..target.gpu import Gpu, gpu_of
 from ..target.scratch import gpu_scratch_bytes
 from .capture import capture
 from .fake_step import fake_step, fake_step_on, optimizer_memory
-from .op_seconds import (
-    Cost,
-    known_costs,
-    scratch_of,
-    scratch_of_steps,
-    timed,
-)
+from .op_seconds import Cost, known_costs, scratch_of, scratch_of_steps, timed
 from .rearrange import (
     accumulate_in_place,
     defer_weight_grads,
@@ -241,31 +235,28 @@ def trace(
         )
     if plain_bytes is not None:
         plain_bytes += sum(storage.bytes for storage in held)
+    if accumulate:
+        held = (*held, *_other_gradients(model, captured))
     named = to_graph(
         captured,
         name=type(model).__name__,
         device=device_speeds,
         seconds=seconds,
         allocator=_allocator(place),
-        extra=(*held, *(_other_gradients(model, captured) if accumulate else ())),
+        extra=held,
         ways=ways,
         # Of other devices the state is on the host.
         random_state_bytes=torch.get_rng_state().nbytes if place.type in ("cpu", "meta") else 0,
         unplanned_peak_bytes=plain_bytes,
     )
-    notes += _notes_on_baseline(named.graph)
+    own = unplanned_bytes(named.graph)
+    # What is planned holds more by itself than the plain step.
+    if plain_bytes is not None and own > _NOTABLE * plain_bytes:
+        notes += (
+            f"percent of a budget are of {show_bytes(own)}, the peak of the traced step where "
+            f"nothing of it runs again; the plain step's is {show_bytes(plain_bytes)}",
+        )
     return Trace(named, captured, layouts, notes)
-
-
-def _notes_on_baseline(graph: Graph) -> tuple[str, ...]:
-    """Say where percent are not of the plain step, as what is planned holds more by itself."""
-    plain, own = graph.unplanned_peak_bytes, unplanned_bytes(graph)
-    if plain is None or own <= _NOTABLE * plain:
-        return ()
-    return (
-        f"percent of a budget are of {show_bytes(own)}, the peak of the traced step where nothing "
-        f"of it runs again; the plain step's is {show_bytes(plain)}",
-    )
 
 
 def _plain_bytes(
@@ -286,9 +277,8 @@ def _plain_bytes(
         if gpu is not None:
             return fake_step_on(gpu, model, arguments).peak_bytes
         scratch = scratch_of_steps(device_of(model), profile=profile)
-        return fake_step(
-            model, arguments, constants, accumulate=accumulate, scratch=scratch
-        ).peak_bytes
+        step = fake_step(model, arguments, constants, accumulate=accumulate, scratch=scratch)
+        return step.peak_bytes
     except (
         DataDependentOutputException,
         DynamicOutputShapeException,
@@ -386,13 +376,11 @@ def resident_storages(
 
     And, on a GPU that is not here, what cuBLAS keeps from the first product on.
     """
-    held: tuple[Storage, ...] = ()
+    held = [] if gpu is None else [Storage(LIBRARIES, gpu.named.kept_bytes, "state")]
     if optimizer is not None:
         state = optimizer_memory(model, optimizer, gpu).state_bytes
-        held = (Storage(OPTIMIZER, state, "state"),)
-    if gpu is None:
-        return held
-    return (*held, Storage(LIBRARIES, gpu.named.kept_bytes, "state"))
+        held.insert(0, Storage(OPTIMIZER, state, "state"))
+    return tuple(held)
 
 
 def resident_bytes(model: torch.nn.Module, optimizer: Any) -> int:
