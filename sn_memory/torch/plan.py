@@ -58,24 +58,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BACKENDS = ("auto", "graph", "regions", "compile", "modules")
-# Keywords that were removed, and what to write instead.
-_REMOVED = {
-    "accumulate": "Leave it out: the first step that finds gradients is planned for them, within"
-    " the budget; with strict=True it raises where no plan keeps that",
-    "bits": "Compress activations by sn_memory.torch.compress_activations(model, bits=8)",
-    "compiler": "Leave it out: backend='compile' compiles with Inductor, and backend='graph' runs"
-    " the recorded ops without a compiler",
-    "loss_chunks": "Let the model's forward return torch.nn.functional.linear_cross_entropy(hidden,"
-    " head.weight, labels, options=torch.nn.LinearCrossEntropyOptions(batch_chunk_size=256))",
-    "overlap": "Leave it out: where torch.distributed or Horovod is initialised with several ranks,"
-    " gradients are made as early as torch makes them, if the budget allows",
-    "trial": "Leave it out: a plan is tried on its sample, which the model has to take",
-    "update": "Write state=sn_memory.torch.HostState(update='backward') or state="
-    "sn_memory.torch.PinnedState('cuda', update='backward'), or for hooks of your own"
-    " state='hooks'",
-    "workspaces": "Write torch.backends.cudnn.benchmark = True for cuDNN's fastest convolutions",
-    **settings.OF_PROCESS,
-}
 # State that stays on the device and is updated by the caller's hooks.
 HOOKS = "hooks"
 _WRAPPERS = ("DistributedDataParallel", "DataParallel")
@@ -95,7 +77,6 @@ def plan(
     state: str | os.PathLike[str] | StateBuffers | None = None,
     time_limit_s: float = 60.0,
     strict: bool = False,
-    **removed: Any,
 ) -> torch.nn.Module:
     """Return the model as one that trains within a budget of bytes, with the same gradients.
 
@@ -196,7 +177,6 @@ def plan(
     >>> model.sn_memory.plan.peak_bytes <= 0.8 * model.sn_memory.plan.baseline_peak_bytes
     True
     """
-    settings.refuse_keywords("plan", removed, _REMOVED)
     # What can be refused is refused before anything is traced.
     hooks, host = state == HOOKS, None if state == HOOKS else state
     _check_settings(backend, techniques, planner, profile=profile, hooks=hooks)

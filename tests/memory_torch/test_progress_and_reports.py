@@ -144,27 +144,6 @@ def test_timing_ops_and_searching_share_the_limit(monkeypatch):
     assert sources["roofline"] >= 10
 
 
-REMOVED = {
-    "accumulate": "the first step that finds gradients is planned for them",
-    "bits": r"compress_activations\(model, bits=8\)",
-    "compiler": "backend='graph' runs the recorded ops without a compiler",
-    "deterministic": r"sn_memory\.settings\.deterministic = True",
-    "loss_chunks": "linear_cross_entropy",
-    "overlap": "initialised with several ranks",
-    "progress": r"sn_memory\.settings\.progress = False",
-    "trial": "tried on its sample",
-    "update": r"state=sn_memory\.torch\.HostState\(update='backward'\)",
-    "workspaces": r"torch\.backends\.cudnn\.benchmark = True",
-}
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_what_was_a_keyword_is_refused_with_what_to_write(name):
-    match = f"unexpected keyword argument '{name}', which was removed.*{REMOVED[name]}"
-    with pytest.raises(TypeError, match=match):
-        plan(network(), torch.zeros(64, 48), "80%", **{name: True})
-
-
 def test_the_keywords_are_nine():
     kinds = inspect.signature(plan).parameters.values()
     assert [it.name for it in kinds if it.kind is it.KEYWORD_ONLY] == [
