@@ -357,25 +357,20 @@ def plan_step(
         plan = options.plan(traced.graph, budget)
     _warn_of_uncounted(traced)
     planned = PlannedStep(step, traced, plan)
-    try:
+    with _as_trace_error("the planned step cannot be built"):
         planned.put_together()
-    except Exception as error:
-        message = f"the planned step cannot be built: {first_line(error)}"
-        raise TraceError(message) from error
     return planned
 
 
 @contextmanager
-def _as_trace_error() -> Iterator[None]:
+def _as_trace_error(what: str = "the step could not be made a list of ops") -> Iterator[None]:
     """Turn whatever fails while a step is traced or built into a TraceError."""
     try:
         yield
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(
-            f"the step could not be made a list of ops: {first_line(error)}"
-        ) from error
+        raise TraceError(f"{what}: {first_line(error)}") from error
 
 
 def _warn_of_uncounted(traced: Trace) -> None:
