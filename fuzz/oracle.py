@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from sn_memory import Graph, Plan
 
-GRAINS = {"none": 1, "torch": 512, "torch_segments": 512, "tensorflow": 256}
+GRAINS = {"none": 1, "torch": 512, "tensorflow": 256}
 
 
 class Wrong(Exception):  # noqa: N818 - it is the plan that is wrong
@@ -24,8 +24,6 @@ def ensure(fact: bool) -> None:
 def rounded(size: int, allocator: str) -> int:
     """Return a size as the allocator hands it out."""
     grain = GRAINS[allocator]
-    if allocator == "torch_segments" and size >= 10 * 2**20:
-        grain = 2 * 2**20
     return -(-size // grain) * grain
 
 
@@ -46,7 +44,6 @@ def judge(graph: Graph, plan: Plan) -> bool:
 def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
     """Return peak and seconds; raises Wrong."""
     records = {storage.name: storage for storage in graph.storages}
-    true_name = {**{name: name for name in records}, **graph.aliases}
     size = {name: rounded(storage.bytes, graph.allocator) for name, storage in records.items()}
     number = {op.name: at for at, op in enumerate(graph.ops)}
     device = graph.device
@@ -54,10 +51,8 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
     written = dict.fromkeys(records, 0)
     needs: list[dict[str, int]] = []
     for op in graph.ops:
-        needs.append(
-            {true_name[name]: written[true_name[name]] for name in (*op.inputs, *op.writes)}
-        )
-        for name in {true_name[name] for name in op.writes}:
+        needs.append({name: written[name] for name in (*op.inputs, *op.writes)})
+        for name in {*op.writes}:
             written[name] += 1
     here = {name: 0 for name, storage in records.items() if storage.resident}
     readable: dict[str, float] = {}
@@ -72,18 +67,16 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
             ensure(target in number)
             at = number[target]
             op = graph.ops[at]
-            outputs = [true_name[name] for name in op.outputs]
+            outputs = op.outputs
             times = graph.arrays.seconds[at]
             ensure(way < len(times))
             ensure(all(here.get(name) == version for name, version in needs[at].items()))
-            changed = {true_name[name] for name in op.writes}
+            changed = {*op.writes}
             ensure(not changed & host.keys())
             if at in order:
                 ensure(not (op.effect or op.collective or op.once))
                 ensure(not op.random or op.replayable)
             else:
-                freed = {true_name[name] for name in op.releases}
-                ensure(freed <= here.keys() | set(outputs))
                 order.append(at)
             begin = max([ops_free, *(readable.get(name, 0.0) for name in needs[at])])
             double = [name for name in outputs if name in here or name in host]
@@ -98,9 +91,8 @@ def carry_out(graph: Graph, plan: Plan) -> tuple[int, float]:
                 if name in here:
                     readable[name] = max(readable.get(name, 0.0), ops_free)
             continue
-        ensure(target in true_name)
-        name = true_name[target]
-        ensure(not records[name].resident)
+        name = target
+        ensure(name in records and not records[name].resident)
         held = sum(size[name] for name in here)
         if kind == "free":
             ensure(name in here)

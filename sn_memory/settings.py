@@ -8,7 +8,6 @@ included.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping
 from types import ModuleType
 from typing import Final
 
@@ -18,24 +17,20 @@ from .base.progress import ProgressOption
 # machine, whatever its load. With `profile=False`, and neither by modules nor by layers, whose
 # seconds are measured; `auto` does not fall back to them.
 deterministic: bool = False
-# None writes to standard error how far planning is, where that is a terminal: a bar if tqdm is
-# installed, else lines. True writes in any case, False never. A function takes a
-# `sn_memory.Progress` each time.
+# None writes to standard error how far planning is, where that is a terminal: in one line. True
+# writes in any case, elsewhere in several; False never. A function takes a `sn_memory.Progress`
+# each time.
 progress: ProgressOption = None
 
-# Keywords that `plan` had in both frameworks (decision 84), with what to write instead.
-OF_PROCESS: Final = {
-    "deterministic": "It holds for the whole process: sn_memory.settings.deterministic = True",
-    "progress": "It holds for the whole process: sn_memory.settings.progress = False",
-}
+_NAMES: Final = ("deterministic", "progress")
 
 
 class _Settings(ModuleType):
     """Refuses names that are no settings: a misspelt one would change nothing."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in OF_PROCESS and not name.startswith("__"):
-            raise AttributeError(f"got setting {name!r}, expected one of {', '.join(OF_PROCESS)}.")
+        if name not in _NAMES and not name.startswith("__"):
+            raise AttributeError(f"got setting {name!r}, expected one of {', '.join(_NAMES)}.")
         if name == "deterministic" and not isinstance(value, bool):
             raise TypeError(f"got settings.deterministic {value!r}, expected True or False.")
         super().__setattr__(name, value)
@@ -56,13 +51,3 @@ def check_profile(*, profile: bool, backend: str, measuring: str) -> None:
             "run to run. Pass profile=False, a device whose speeds are to count, and another back "
             "end."
         )
-
-
-def refuse_keywords(function: str, keywords: Iterable[str], removed: Mapping[str, str]) -> None:
-    """Raise TypeError for keywords that a function does not have; says what to write instead.
-
-    removed : per keyword that it had, that line
-    """
-    for name in keywords:
-        instead = f", which was removed. {removed[name]}" if name in removed else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{instead}.")

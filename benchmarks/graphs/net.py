@@ -266,7 +266,7 @@ class Net:
 
     def graph(self) -> Graph:
         """Return the finished step for planning."""
-        return Graph(self.storages.values(), self.ops, name=self.name, device=self.device)
+        return Graph(list(self.storages.values()), self.ops, name=self.name, device=self.device)
 
     def _keep(self, storage: str) -> None:
         self.storages[storage] = replace(self.storages[storage], keep=True)

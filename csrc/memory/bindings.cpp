@@ -216,12 +216,12 @@ PyObject* guarded(Work work) {
 }  // namespace
 
 PyObject* tables(PyObject*, PyObject* args) {
-  PyObject *reads[2], *outputs[2], *needs[2], *touched[2], *chain[2];
+  PyObject *reads[2], *outputs[2], *touched[2], *chain[2];
   PyObject *first, *storage, *start, *end, *expires, *bytes, *workspace, *seconds;
   PyObject *resident, *keep, *rebuildable, *stays;
   long long base;
-  if (!PyArg_ParseTuple(args, "(OO)(OO)(OO)(OO)(OO)OOOOOOOOOOOOL", &reads[0], &reads[1],
-                        &outputs[0], &outputs[1], &needs[0], &needs[1], &touched[0], &touched[1],
+  if (!PyArg_ParseTuple(args, "(OO)(OO)(OO)(OO)OOOOOOOOOOOOL", &reads[0], &reads[1],
+                        &outputs[0], &outputs[1], &touched[0], &touched[1],
                         &chain[0], &chain[1], &first, &storage, &start, &end, &expires, &bytes,
                         &workspace, &seconds, &resident, &keep, &rebuildable, &stays, &base))
     return nullptr;
@@ -241,7 +241,6 @@ PyObject* tables(PyObject*, PyObject* args) {
     auto held = static_cast<int64_t>(storages);
     if (!ragged(reads[0], reads[1], ops, held, &t.reads) ||
         !ragged(outputs[0], outputs[1], ops, held, &t.outputs) ||
-        !ragged(needs[0], needs[1], ops, held, &t.needs) ||
         !ragged(touched[0], touched[1], ops, held, &t.touched) ||
         !ragged(chain[0], chain[1], storages, all, &t.chain) ||
         !column(first, storages + 1, static_cast<int64_t>(holes) + 1, &t.first) ||

@@ -49,7 +49,7 @@ bool Simulation::run(const Choice& choice, const std::vector<Move>& moves) {
       returned(storage, static_cast<int32_t>(ops.size()));
     }
     bool complete = true;
-    for (int32_t storage : t_.needs[op]) complete = complete && opened_[storage] >= 0;
+    for (int32_t storage : t_.reads[op]) complete = complete && opened_[storage] >= 0;
     if (!complete) {
       possible = closure(op);
       if (!possible) break;
@@ -106,7 +106,7 @@ bool Simulation::closure(int32_t op) {
   missing_.clear();
   runs_.clear();
   fetched_.clear();
-  for (int32_t storage : t_.needs[op])
+  for (int32_t storage : t_.reads[op])
     if (opened_[storage] < 0) {
       missing_.push_back(storage);
       storage_seen_[storage] = stamp_;

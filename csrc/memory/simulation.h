@@ -31,7 +31,7 @@ struct Ragged {
 
 // sn_memory.graph.liveness.Holes in numbers; fields of the same names mean the same.
 struct Tables {
-  Ragged reads, outputs, needs, touched, chain;
+  Ragged reads, outputs, touched, chain;
   std::vector<int32_t> first, storage, start, end, expires;
   std::vector<int64_t> bytes, workspace;
   std::vector<double> seconds;

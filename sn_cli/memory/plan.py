@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import os
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
-from sn_memory import Graph, Plan, PlanError, plan_graph
+from sn_memory import Plan, PlanError, plan_graph
 from sn_memory.base.sizes import show_bytes
 from sn_memory.cost.bfc import BFCSettings
 from sn_memory.cost.caching import AllocatorSettings, Settings
@@ -57,14 +58,7 @@ def _plan(options: argparse.Namespace) -> Answer:
     graph, budget = read_graph(options.graph), options.budget
     if options.device is not None:
         spec = named(options.device)
-        graph = Graph(
-            graph.storages,
-            graph.ops,
-            name=graph.name,
-            device=spec.device(),
-            allocator=graph.allocator,
-            aliases=graph.aliases,
-        )
+        graph = replace(graph, device=spec.device())
         budget = spec.usable_bytes if budget is None else budget
     if budget is None:
         raise PlanError(

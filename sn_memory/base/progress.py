@@ -5,21 +5,22 @@ those are the default. A search that they end depends on the machine and on what
 Where the same answer is wanted everywhere, work is counted instead: each loop reports what it has
 done, in steps whose number depends on the problem alone. `counting` sets which, for all inside it.
 
-A program that is silent for a minute looks as if it hung. On a terminal tqdm draws a bar, where it
-is installed; else there are plain lines, no more than one in two seconds for a stage. Where
-standard error is a file or a pipe nothing is written, unless it is asked for.
+A program that is silent for a minute looks as if it hung. On a terminal one line says how far it
+is. Where standard error is a file or a pipe nothing is written, unless it is asked for: then plain
+lines, no more than one in two seconds for a stage.
 """
 
 from __future__ import annotations
 
 import math
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 # What stands for a second where work is counted. A unit is one op of a graph that the compiled
 # search carries out on paper; it does 8 to 30 million of them in a second.
@@ -116,7 +117,11 @@ def units(seconds: float) -> int:
     return int(min(max(seconds, 0.0) * UNITS_PER_S, 2.0**62))
 
 
+# Seconds between two lines of a stage, and between two states of the line of a terminal.
 BETWEEN_S: Final = 2.0
+REDRAWN_S: Final = 0.1
+# To the beginning of the line, and nothing in it.
+_ERASE: Final = "\r\x1b[K"
 
 
 @dataclass(frozen=True)
@@ -175,9 +180,8 @@ def progress_output(wanted: ProgressOption) -> Iterator[None]:
         raise TypeError(
             f"got progress {wanted!r}, expected False, True, None, or a function of a Progress."
         )
-    printer: _Bar | _Lines | None = None
-    if wanted is True or (wanted is None and sys.stderr.isatty()):
-        printer = _printer()
+    is_shown = wanted is True or (wanted is None and sys.stderr.isatty())
+    printer = _Printer() if is_shown else None
     shown = printer.show if printer else wanted if callable(wanted) else None
     token = _LISTENER.set((shown, time.perf_counter()))
     try:
@@ -188,74 +192,38 @@ def progress_output(wanted: ProgressOption) -> Iterator[None]:
             printer.close()
 
 
-def _printer() -> _Bar | _Lines:
-    if not sys.stderr.isatty():
-        return _Lines("")
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return _Lines(
-            "sn_memory: tqdm is not installed, so progress comes as lines. "
-            "For a bar: pip install 'superneurons[progress]'"
-        )
-    return _Bar(tqdm)
+class _Printer:
+    """Writes how far a stage is: on a terminal one line, which goes in the end; else some lines.
 
+    These are one when the stage begins, one every two seconds of it, and one at its end.
+    """
 
-class _Bar:
-    """A bar for each stage, which goes when the stage is over."""
-
-    def __init__(self, kind: Any) -> None:
-        self.kind, self.stage = kind, ""
-        self.bar: Any = None
-
-    def show(self, progress: Progress) -> None:
-        if progress.stage != self.stage or self.bar is None:
-            self.close()
-            self.stage = progress.stage
-            # Of seconds and of ops alike; what has no parts shows how long it takes.
-            parts = "{percentage:3.0f} %|{bar}| {elapsed}, {remaining} left{postfix}"
-            whole = "{bar} {elapsed}{postfix}"
-            form = f"sn_memory {{desc}}: {whole if progress.total == 1 else parts}"
-            self.bar = self.kind(
-                total=progress.total, desc=progress.stage, file=sys.stderr, leave=False,
-                bar_format=form,
-            )  # fmt: skip
-        # A search that has found a plan may get more time, which moves the end of the bar.
-        self.bar.total = progress.total
-        self.bar.n = min(progress.done, progress.total)
-        self.bar.set_postfix_str(progress.note, refresh=True)
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
-        self.bar = None
-
-
-class _Lines:
-    """A line when a stage begins, every two seconds of it, and at its end."""
-
-    def __init__(self, first: str) -> None:
-        self.first, self.stage, self.last, self.began = first, "", 0.0, 0.0
+    def __init__(self) -> None:
+        self.terminal = sys.stderr.isatty()
+        self.stage, self.last, self.began = "", 0.0, 0.0
         # The latest that came too soon after a line: written when the stage ends.
-        self.unsaid: Progress | None = None
+        self.waiting: Progress | None = None
 
     def show(self, progress: Progress) -> None:
-        if progress.stage == self.stage and progress.seconds - self.last < BETWEEN_S:
-            self.unsaid = progress
+        between_s = REDRAWN_S if self.terminal else BETWEEN_S
+        if progress.stage == self.stage and progress.seconds - self.last < between_s:
+            self.waiting = progress
             return
         if progress.stage != self.stage:
             self.close()
             self.began = progress.seconds
-        if self.first:
-            sys.stderr.write(f"{self.first}\n")
-        self.first, self.stage, self.last, self.unsaid = "", progress.stage, progress.seconds, None
+        self.stage, self.last, self.waiting = progress.stage, progress.seconds, None
         self.write(progress)
 
     def write(self, progress: Progress) -> None:
         note = f": {progress.note}" if progress.note else ""
         far = self.far(progress) if progress.total != 1 else ""
         done = f"{progress.stage} {progress.done:.3g} of {progress.total:.3g}{far}"
-        sys.stderr.write(f"sn_memory: {progress.seconds:.1f} s, {done}{note}\n")
+        line = f"sn_memory: {progress.seconds:.1f} s, {done}{note}"
+        # A line that is wrapped could not be written over.
+        wide = shutil.get_terminal_size().columns - 1
+        sys.stderr.write(f"{_ERASE}{line[:wide]}" if self.terminal else f"{line}\n")
+        sys.stderr.flush()
 
     def far(self, progress: Progress) -> str:
         """How much of the stage is done, and the time that the rest takes at this rate."""
@@ -265,6 +233,8 @@ class _Lines:
         return f" ({done:.0%}{left})"
 
     def close(self) -> None:
-        if self.unsaid is not None:
-            self.write(self.unsaid)
-        self.unsaid = None
+        if self.terminal:
+            sys.stderr.write(_ERASE)
+        elif self.waiting is not None:
+            self.write(self.waiting)
+        self.waiting = None

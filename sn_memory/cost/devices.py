@@ -8,6 +8,7 @@ are assumptions as well (decision 64).
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -23,7 +24,7 @@ LINK_SHARE: Final = 0.8
 # From one eager op to the next; a host's, not a device's.
 LAUNCH_S: Final = 5e-6
 TRANSFER_LATENCY_S: Final = 1e-5
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
 # What the driver's context and loaded kernels take: torch issues 28394 and 107667 say 300 MB and
 # more, by version; half a GiB leaves room for kernels loaded later.
 CONTEXT_BYTES: Final = 512 * _MIB
@@ -35,12 +36,14 @@ class NamedDevice:
 
     Parameters
     ----------
-    name, title
-        The name to pass, in lower case; what its vendor calls it.
-    architecture
-        `sm_80` and the like, or `gfx942`: decides which kernels there are.
-    total_bytes
-        As CUDA or HIP reports them, not as they are sold. `nvidia-smi` names more: what the
+    name
+        The name to pass, in lower case.
+    capability
+        Compute capability of NVIDIA's as major * 10 + minor, which decides which kernels there are;
+        0 for others.
+    total_gib
+        As CUDA or HIP reports them, not as they are sold: the least that out-of-memory messages of
+        torch's users name ("GPU 0 has a total capacity of ..."). `nvidia-smi` names more: what the
         driver keeps for itself is in its total.
     bytes_per_s
         Of the device's own memory, peak.
@@ -51,20 +54,19 @@ class NamedDevice:
         To the host, one direction, peak.
     workspace_bytes
         What cuBLAS (hipBLAS) keeps for each handle and stream under torch.
-    source
-        Where these figures stand.
     """
 
     name: str
-    title: str
-    architecture: str
-    total_bytes: int
+    capability: int
+    total_gib: float
     bytes_per_s: float
-    flops_per_s: tuple[tuple[str, float], ...]
-    link: str
+    flops_per_s: Mapping[str, float]
     link_bytes_per_s: float
     workspace_bytes: int
-    source: str
+
+    @property
+    def total_bytes(self) -> int:
+        return round(self.total_gib * (1 << 30))
 
     @property
     def usable_bytes(self) -> int:
@@ -79,19 +81,13 @@ class NamedDevice:
         """
         return 2 * self.workspace_bytes
 
-    @property
-    def capability(self) -> int:
-        """Compute capability of NVIDIA's as major * 10 + minor; 0 for others."""
-        return int(self.architecture[3:]) if self.architecture.startswith("sm_") else 0
-
     def device(self) -> Device:
         """Return it as a graph has it: what is expected of peaks."""
-        peaks = dict(self.flops_per_s)
-        matrix = {dtype: peaks[dtype] * MATRIX_SHARE for dtype in peaks}
+        matrix = {dtype: peak * MATRIX_SHARE for dtype, peak in self.flops_per_s.items()}
         link = self.link_bytes_per_s * LINK_SHARE
         return Device(
             self.name,
-            peaks["fp32"] * MATRIX_SHARE,
+            matrix["fp32"],
             self.bytes_per_s * BYTES_SHARE,
             link,
             link,
@@ -101,66 +97,41 @@ class NamedDevice:
         )
 
 
-_PCIE_3, _PCIE_4, _PCIE_5 = ("PCIe 3 x16", 16e9), ("PCIe 4 x16", 32e9), ("PCIe 5 x16", 64e9)
+# Sixteen lanes of PCIe 3, 4 and 5.
+_PCIE_3, _PCIE_4, _PCIE_5 = 16e9, 32e9, 64e9
 # torch/aten CublasHandlePool.cpp: ":4096:2:16:8" KiB; 32 MiB on Hopper and, since pull request
 # 175344 (February 2026), on Blackwell; 128 MiB on gfx942. There hipBLASLt, which torch prefers, has
 # 76 MiB of its own, not counted here; cuBLASLt shares what cuBLAS has.
 _CUBLAS, _CUBLAS_HOPPER, _HIPBLAS = (2 * 4096 + 8 * 16) << 10, 32 * _MIB, 128 * _MIB
+
+
+def _peaks(fp32: float, tf32: float = 0, half: float = 0, fp8: float = 0) -> dict[str, float]:
+    """Return peaks by type, of 10^12 operations a second; `half` of fp16 and bf16."""
+    peaks = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half, "fp8": fp8}
+    return {dtype: peak * 1e12 for dtype, peak in peaks.items() if peak}
+
+
 # Of H100, H200, B200 and L4 the datasheets state figures "with sparsity": half of them is dense.
-_VOLTA = (("fp32", 15.7e12), ("fp16", 125e12))
-_AMPERE = (("fp32", 19.5e12), ("tf32", 156e12), ("fp16", 312e12), ("bf16", 312e12))
-_HOPPER = (
-    ("fp32", 67e12), ("tf32", 494.5e12), ("fp16", 989.5e12), ("bf16", 989.5e12), ("fp8", 1979e12)
-)  # fmt: skip
-_BLACKWELL = (
-    ("fp32", 75e12), ("tf32", 1.125e15), ("fp16", 2.25e15), ("bf16", 2.25e15), ("fp8", 4.5e15)
-)  # fmt: skip
-_L4 = (("fp32", 30.3e12), ("tf32", 60e12), ("fp16", 121e12), ("bf16", 121e12), ("fp8", 242.5e12))
-_ADA = (
-    ("fp32", 82.6e12), ("tf32", 82.6e12), ("fp16", 165.2e12), ("bf16", 165.2e12), ("fp8", 330.3e12)
-)  # fmt: skip
-_MI300X = (
-    ("fp32", 163.4e12), ("tf32", 653.7e12), ("fp16", 1307.4e12), ("bf16", 1307.4e12),
-    ("fp8", 2614.9e12),
-)  # fmt: skip
-
-
-# Total bytes: the least that reports of users name ("GPU 0 has a total capacity of ...").
-def _device(
-    name: str, title: str, architecture: str, total_gib: float, bytes_per_s: float,
-    flops_per_s: tuple[tuple[str, float], ...], link: tuple[str, float], workspace_bytes: int,
-    source: str,
-) -> NamedDevice:  # fmt: skip
-    total_bytes = round(total_gib * _GIB)
-    source += "; total bytes as torch's out-of-memory messages report them"
-    return NamedDevice(
-        name, title, architecture, total_bytes, bytes_per_s, flops_per_s, *link, workspace_bytes,
-        source,
-    )  # fmt: skip
-
-
+_AMPERE, _HOPPER = _peaks(19.5, 156, 312), _peaks(67, 494.5, 989.5, 1979)
 DEVICES: Final = {device.name: device for device in (
-    _device("v100", "NVIDIA V100 SXM2 32 GB", "sm_70", 31.73, 900e9, _VOLTA, _PCIE_3, _CUBLAS,
-            "NVIDIA V100 datasheet (January 2020), Specifications, SXM2"),
-    _device("a100-40", "NVIDIA A100 SXM4 40 GB", "sm_80", 39.38, 1555e9, _AMPERE, _PCIE_4, _CUBLAS,
-            "NVIDIA A100 datasheet (40 GB, 2020), Specifications, SXM"),
-    _device("a100-80", "NVIDIA A100 SXM4 80 GB", "sm_80", 79.14, 2039e9, _AMPERE, _PCIE_4, _CUBLAS,
-            "NVIDIA A100 datasheet (June 2021), Specifications, 80GB SXM"),
-    _device("h100", "NVIDIA H100 SXM5 80 GB", "sm_90", 79.10, 3.35e12, _HOPPER, _PCIE_5,
-            _CUBLAS_HOPPER, "NVIDIA H100 datasheet, Product Specifications, H100 SXM"),
-    _device("h200", "NVIDIA H200 SXM 141 GB", "sm_90", 139.72, 4.8e12, _HOPPER, _PCIE_5,
-            _CUBLAS_HOPPER, "NVIDIA H200 datasheet, Specifications, H200 SXM"),
-    _device("b200", "NVIDIA B200 SXM 180 GB", "sm_100", 178.35, 7.7e12, _BLACKWELL, _PCIE_5,
-            _CUBLAS_HOPPER,
-            "NVIDIA Blackwell datasheet, HGX B200, each GPU (the page of DGX B200 says 8 TB/s); "
-            "arithmetic an eighth of the board, HGX page"),
-    _device("l4", "NVIDIA L4 24 GB", "sm_89", 21.95, 300e9, _L4, _PCIE_4, _CUBLAS,
-            "NVIDIA L4 datasheet, Specifications"),
-    _device("rtx4090", "NVIDIA GeForce RTX 4090 24 GB", "sm_89", 23.49, 1008e9, _ADA, _PCIE_4,
-            _CUBLAS,
-            "NVIDIA Ada GPU Architecture whitepaper, appendix A, products summed in fp32"),
-    _device("mi300x", "AMD Instinct MI300X 192 GB", "gfx942", 191.69, 5.3e12, _MI300X, _PCIE_5,
-            _HIPBLAS, "AMD Instinct MI300X datasheet, Peak Performance"),
+    # V100 datasheet (January 2020), SXM2, which has no bf16.
+    NamedDevice("v100", 70, 31.73, 900e9, {"fp32": 15.7e12, "fp16": 125e12}, _PCIE_3, _CUBLAS),
+    # A100 datasheets (40 GB, 2020; June 2021), SXM4.
+    NamedDevice("a100-40", 80, 39.38, 1555e9, _AMPERE, _PCIE_4, _CUBLAS),
+    NamedDevice("a100-80", 80, 79.14, 2039e9, _AMPERE, _PCIE_4, _CUBLAS),
+    # H100 datasheet, SXM5; H200 datasheet, SXM.
+    NamedDevice("h100", 90, 79.10, 3.35e12, _HOPPER, _PCIE_5, _CUBLAS_HOPPER),
+    NamedDevice("h200", 90, 139.72, 4.8e12, _HOPPER, _PCIE_5, _CUBLAS_HOPPER),
+    # Blackwell datasheet, HGX B200, each GPU (the page of DGX B200 says 8 TB/s); arithmetic an
+    # eighth of the board, HGX page.
+    NamedDevice("b200", 100, 178.35, 7.7e12, _peaks(75, 1125, 2250, 4500), _PCIE_5, _CUBLAS_HOPPER),
+    # L4 datasheet.
+    NamedDevice("l4", 89, 21.95, 300e9, _peaks(30.3, 60, 121, 242.5), _PCIE_4, _CUBLAS),
+    # Ada GPU Architecture whitepaper, appendix A, products summed in fp32.
+    NamedDevice("rtx4090", 89, 23.49, 1008e9, _peaks(82.6, 82.6, 165.2, 330.3), _PCIE_4, _CUBLAS),
+    # AMD Instinct MI300X datasheet, Peak Performance.
+    NamedDevice("mi300x", 0, 191.69, 5.3e12, _peaks(163.4, 653.7, 1307.4, 2614.9), _PCIE_5,
+                _HIPBLAS),
 )}  # fmt: skip
 """Name -> device."""
 

@@ -6,7 +6,8 @@ settings of the framework, its version, the device. The rest is here.
 The file lies in the user's cache folder and may never stop a plan. The folder is shared: by
 processes that measure at the same time, by versions of this package, by people who edit files. So
 whatever is wrong with it is logged once, in one line, and the times are measured anew or not kept;
-and a writer adds to what the file holds by then, under a lock.
+and a writer adds to what the file holds by then. No lock: of two that write at the same moment one
+may lose its times, and measures them again next time.
 """
 
 from __future__ import annotations
@@ -15,19 +16,14 @@ import hashlib
 import json
 import logging
 import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..base.errors import PlanWarning
 from ..base.progress import report_progress, stage
-
-if sys.platform != "win32":
-    import fcntl
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +32,6 @@ _RUNS = 3
 _ENOUGH_S = 0.1
 # Of the time that planning has, what timing ops may take.
 _PART = 0.5
-# How long to wait for a lock before the times of this process are not kept, and how often to look.
-_LOCK_LIMIT_S = 2.0
-_LOCK_RETRY_S = 0.01
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -117,15 +110,14 @@ class OpTimes:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with _locked(self.path.parent):
-                text = json.dumps({**self.read(), **entries}, allow_nan=False)
-                # In one go: a reader, who takes no lock, must find a whole file.
-                part = self.path.with_suffix(f".{os.getpid()}.part")
-                try:
-                    part.write_text(text, encoding="utf-8")
-                    os.replace(part, self.path)
-                finally:
-                    part.unlink(missing_ok=True)
+            text = json.dumps({**self.read(), **entries}, allow_nan=False)
+            # In one go: a reader must find a whole file.
+            part = self.path.with_suffix(f".{os.getpid()}.part")
+            try:
+                part.write_text(text, encoding="utf-8")
+                os.replace(part, self.path)
+            finally:
+                part.unlink(missing_ok=True)
         except (OSError, ValueError) as error:
             self._tell("cannot be written, so times are measured again next time", error)
 
@@ -133,32 +125,6 @@ class OpTimes:
         if not self._warned:
             log.warning("%s %s%s", self.path, what, f" ({why})" if why else "")
         self._warned = True
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a folder; TimeoutError if another process holds it for long."""
-    if sys.platform == "win32":
-        # No such locks: who writes at the same moment may lose times, and measures them again.
-        yield
-        return
-    # The folder itself is locked, so that no file for it is left behind.
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        end = time.monotonic() + _LOCK_LIMIT_S
-        while True:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TimeoutError(
-                        f"another process has locked {folder} for too long"
-                    ) from None
-                time.sleep(_LOCK_RETRY_S)
-        yield
-    finally:
-        os.close(handle)
 
 
 def quickest(work: Callable[[], object], clock: Callable[[], float]) -> float:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, Final
 
@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..base.errors import GraphError
-from ..base.sizes import LARGEST, LONGEST_S, Fields, is_text, load, write_records
+from ..base.sizes import LARGEST, LONGEST_S, Fields, load, write_records
 from .records import (
     ALLOCATORS,
     RESIDENT_ROLES,
@@ -46,21 +46,9 @@ Floats = npt.NDArray[np.float64]
 
 
 def rounded(sizes: Ints, allocator: str) -> Ints:
-    """Return sizes as an allocator hands them out, in bytes [n] int64.
-
-    `none` leaves them; `torch` rounds up to 512 bytes; `torch_segments` also rounds blocks of
-    10 MiB and more up to 2 MiB, as torch reserves them; `tensorflow` (BFC) rounds up to 256 bytes.
-    """
-    if allocator == "none":
-        return sizes
-    # The smallest blocks of TensorFlow's BFC allocator and of torch's caching allocator.
-    grain = 256 if allocator == "tensorflow" else 512
-    result = (sizes + grain - 1) // grain * grain
-    if allocator == "torch_segments":
-        # From here on torch gives a block a segment of its own, in whole units of 2 MiB.
-        large = sizes >= 10 << 20
-        result[large] = -(-sizes[large] // (2 << 20)) * (2 << 20)
-    return result
+    """Return sizes as an allocator hands them out, in bytes [n] int64."""
+    grain = ALLOCATORS[allocator]
+    return (sizes + grain - 1) // grain * grain
 
 
 @dataclass(frozen=True)
@@ -71,7 +59,7 @@ class Arrays:
     resident, keep, held : [storages] bool
     producer : [storages] int64, the op that makes it; -1 where resident
     reads : per op, the distinct storages that must be there: inputs and writes
-    outputs, writes, releases : per op, storage numbers
+    outputs, writes : per op, storage numbers
     version : per op, parallel to `reads`: how many in-place writes each has seen before this op
     workspace_bytes, seconds : per op, one entry per way to carry it out (at least one)
     source : per op: `measured`, `roofline` or `flops`
@@ -85,7 +73,6 @@ class Arrays:
     reads: list[tuple[int, ...]]
     outputs: list[tuple[int, ...]]
     writes: list[tuple[int, ...]]
-    releases: list[tuple[int, ...]]
     version: list[tuple[int, ...]]
     workspace_bytes: list[tuple[int, ...]]
     seconds: list[tuple[float, ...]]
@@ -127,9 +114,7 @@ class Graph:
     device
         Speeds; see Device.
     allocator
-        How sizes are rounded: `none`, `torch`, `torch_segments`, `tensorflow`.
-    aliases
-        Other names of storages (views). Ops may use them.
+        How sizes are rounded: `none`, `torch` to 512 bytes, `tensorflow` to 256.
     unplanned_peak_bytes
         The peak of the step that the graph was made from, as it runs without a plan, where that is
         larger than the graph's; percent of a budget are of it. None is the graph's own peak.
@@ -149,35 +134,17 @@ class Graph:
     (8, [-1, 0, 1])
     """
 
-    storages: tuple[Storage, ...]
-    ops: tuple[Op, ...]
-    name: str
-    device: Device
-    allocator: str
-    aliases: Mapping[str, str]
-    unplanned_peak_bytes: int | None
+    storages: Sequence[Storage]
+    ops: Sequence[Op]
+    _: KW_ONLY
+    name: str = ""
+    device: Device = field(default_factory=Device)
+    allocator: str = "none"
+    unplanned_peak_bytes: int | None = None
 
-    def __init__(
-        self,
-        storages: Iterable[Storage],
-        ops: Iterable[Op],
-        *,
-        name: str = "",
-        device: Device | None = None,
-        allocator: str = "none",
-        aliases: Mapping[str, str] | None = None,
-        unplanned_peak_bytes: int | None = None,
-    ) -> None:
-        # A frozen dataclass refuses `self.name = name` here as well.
-        vars(self).update(
-            storages=tuple(storages),
-            ops=tuple(ops),
-            name=name,
-            device=device or Device(),
-            allocator=allocator,
-            aliases=dict(aliases or {}),
-            unplanned_peak_bytes=unplanned_peak_bytes,
-        )
+    def __post_init__(self) -> None:
+        # A frozen dataclass refuses `self.ops = ...` here as well.
+        vars(self).update(storages=tuple(self.storages), ops=tuple(self.ops))
         # Made now, not at first use: a graph that exists is a graph that makes sense.
         _ = self.arrays
 
@@ -193,16 +160,8 @@ class Graph:
 
     @cached_property
     def storage_index(self) -> dict[str, int]:
-        """The number of each storage, by name or alias."""
-        index = {storage.name: number for number, storage in enumerate(self.storages)}
-        for alias, target in self.aliases.items():
-            if alias in index:
-                raise GraphError(f"aliases.{alias}: a storage has this name already; rename one.")
-            if target not in index:
-                raise GraphError(f"aliases.{alias}: there is no storage named {target!r}.")
-        # After the loop: an alias may stand for a storage, not for another alias.
-        index.update({alias: index[target] for alias, target in self.aliases.items()})
-        return index
+        """The number of each storage, by name."""
+        return {storage.name: number for number, storage in enumerate(self.storages)}
 
     @cached_property
     def base_bytes(self) -> int:
@@ -223,17 +182,13 @@ class Graph:
         row = Fields(load(source, GraphError, "graph"), "graph", GraphError)
         if (version := row.text("format")) != FORMAT:
             raise row.fail("format", version, f'"{FORMAT}"')
-        aliases, device = row.mapping("aliases"), row.child("device")
-        for alias, target in aliases.items():
-            if not is_text(target):
-                raise row.fail(f"aliases.{alias}", target, "the name of a storage")
+        device = row.child("device")
         graph = Graph(
             _records(Storage, row, "storages"),
             _records(Op, row, "ops"),
             name=row.text("name", ""),
-            device=None if device is None else record_of(Device, device),
+            device=Device() if device is None else record_of(Device, device),
             allocator=row.text("allocator", "none"),
-            aliases=aliases,
             unplanned_peak_bytes=row.integer("unplanned_peak_bytes", None),
         )
         row.done()
@@ -246,7 +201,6 @@ class Graph:
             "name": self.name,
             "allocator": self.allocator,
             "device": data_of(self.device),
-            "aliases": dict(self.aliases),
         }
         if self.unplanned_peak_bytes is not None:
             head["unplanned_peak_bytes"] = self.unplanned_peak_bytes
@@ -264,15 +218,15 @@ def _numbered(graph: Graph) -> Arrays:
     _check_records(graph)
     index, storages = graph.storage_index, graph.storages
     count = len(storages)
-    producer, written, released = [-1] * count, [0] * count, [-1] * count
-    reads, outputs, writes, releases, version = [], [], [], [], []
+    producer, written = [-1] * count, [0] * count
+    reads, outputs, writes, version = [], [], [], []
     spaces, seconds, source = [], [], []
 
     def numbered(names: tuple[str, ...], where: str) -> tuple[int, ...]:
         for name in names:
             if name not in index:
                 raise GraphError(
-                    f"{where}: there is no storage or alias named {name!r}; add it to storages."
+                    f"{where}: there is no storage named {name!r}; add it to storages."
                 )
         return tuple(index[name] for name in names)
 
@@ -281,23 +235,13 @@ def _numbered(graph: Graph) -> Arrays:
         check_op(op, where)
         inputs = numbered(op.inputs, f"{where}.inputs")
         created = numbered(op.outputs, f"{where}.outputs")
-        # Of an alias and its storage, both named, one number is left.
         changed = tuple(dict.fromkeys(numbered(op.writes, f"{where}.writes")))
-        freed = tuple(dict.fromkeys(numbered(op.releases, f"{where}.releases")))
         needed = tuple(dict.fromkeys((*inputs, *changed)))
-        for number in (*needed, *freed):
-            name = storages[number].name
-            # An op may release what it makes itself.
-            own = number in freed and number in created
-            if producer[number] < 0 and not storages[number].resident and not own:
+        for number in needed:
+            if producer[number] < 0 and not storages[number].resident:
                 raise GraphError(
-                    f"{where}: uses {name!r}, which no op has made yet. Put its op first, or give "
-                    "it a resident role."
-                )
-            if released[number] >= 0:
-                raise GraphError(
-                    f"{where}: uses {name!r}, which {graph.ops[released[number]].name!r} released. "
-                    "Move the release."
+                    f"{where}: uses {storages[number].name!r}, which no op has made yet. Put its "
+                    "op first, or give it a resident role."
                 )
         reads.append(needed)
         # Before its own writes are counted: an op reads the version that it then replaces.
@@ -321,16 +265,8 @@ def _numbered(graph: Graph) -> Arrays:
         # All that the op names has been checked; from here on later ops see what it did.
         for number in changed:
             written[number] += 1
-        for number in freed:
-            if storages[number].resident or storages[number].keep:
-                raise GraphError(
-                    f"{where}.releases: {storages[number].name!r} is resident or kept to the end; "
-                    "it cannot be released."
-                )
-            released[number] = at
         outputs.append(created)
         writes.append(changed)
-        releases.append(freed)
         spaces.append([way.bytes for way in op.workspaces] or [0])
         # Bytes as they are, not as the allocator rounds them: padding is not moved.
         traffic = sum(storages[number].bytes for number in (*needed, *created))
@@ -357,7 +293,6 @@ def _numbered(graph: Graph) -> Arrays:
         reads=reads,
         outputs=outputs,
         writes=writes,
-        releases=releases,
         version=version,
         workspace_bytes=[tuple(next(sizes) for _ in ways) for ways in spaces],
         seconds=seconds,

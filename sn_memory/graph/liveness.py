@@ -58,10 +58,8 @@ def lifetimes(graph: Graph) -> Lifetimes:
     arrays = graph.arrays
     # What no op reads still lives while its own op runs.
     end = arrays.producer + 1
-    for at, (reads, releases) in enumerate(zip(arrays.reads, arrays.releases, strict=True)):
+    for at, reads in enumerate(arrays.reads):
         for storage in reads:
-            end[storage] = at + 1
-        for storage in releases:
             end[storage] = at + 1
     end[arrays.keep | arrays.resident] = len(graph.ops)
     return Lifetimes(start=np.maximum(arrays.producer, 0), end=end)
@@ -114,7 +112,7 @@ def peak(graph: Graph) -> Peak:
     live = (spans.start <= at) & (at < spans.end) & ~arrays.resident
     owners = [
         (graph.storages[storage].name, int(arrays.bytes[storage]))
-        for storage in np.flatnonzero(live)
+        for storage in np.flatnonzero(live).tolist()
     ]
     owners += [("resident", graph.base_bytes), ("workspace", arrays.workspace_bytes[at][0])]
     ranked = sorted((owner for owner in owners if owner[1]), key=lambda owner: -owner[1])
@@ -150,8 +148,7 @@ class Holes:
     bytes, seconds, workspace : per storage; per op, in the way it is priced; likewise.
     held : per storage: the caller holds it too, so moving it to the host would free nothing.
     stays : per hole: it is the last one of a storage that must be there at the end.
-    needs, touched : per op, the storages that must be there before it; those of them and of its
-        outputs that are not resident.
+    touched : per op, what it reads and makes that is not resident
     memo : what others derive from these holes once, by name, as the tables of the extension
     """
 
@@ -168,7 +165,6 @@ class Holes:
     workspace: list[int]
     held: list[bool]
     stays: list[bool] = field(repr=False)
-    needs: list[tuple[int, ...]] = field(repr=False)
     touched: list[tuple[int, ...]] = field(repr=False)
     memo: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -214,20 +210,15 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
     uses: list[list[int]] = [[] for _ in range(count)]
     chain: list[list[int]] = [[] for _ in range(count)]
     resident, kept = arrays.resident.tolist(), arrays.keep.tolist()
-    needs, touched = [], []
-    for at in range(len(graph.ops)):
-        outputs = arrays.outputs[at]
-        here = dict.fromkeys((*arrays.reads[at], *arrays.releases[at]))
-        # An op may release what it makes itself; that is not there before it runs.
-        needs.append(tuple(storage for storage in here if storage not in outputs))
-        here.update(dict.fromkeys(outputs))
+    touched = []
+    for at, (reads, outputs) in enumerate(zip(arrays.reads, arrays.outputs, strict=True)):
         # What is resident never leaves, so it has no holes.
-        mine = tuple(storage for storage in here if not resident[storage])
+        mine = tuple(storage for storage in (*reads, *outputs) if not resident[storage])
         touched.append(mine)
         for storage in mine:
             uses[storage].append(at)
-        for storage in (*arrays.outputs[at], *arrays.writes[at]):
-            if not arrays.resident[storage]:
+        for storage in (*outputs, *arrays.writes[at]):
+            if not resident[storage]:
                 chain[storage].append(at)
     first, storages, start, end = [0], [], [], []
     total = len(graph.ops)
@@ -253,7 +244,6 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
         seconds=[min(ways) if lean else ways[0] for ways in arrays.seconds],
         workspace=[min(ways) if lean else ways[0] for ways in arrays.workspace_bytes],
         held=arrays.held.tolist(),
-        needs=needs,
         touched=touched,
         stays=[
             kept[storage] and hole == first[storage + 1] - 1

@@ -1,7 +1,7 @@
 """The records a graph is made of: ops in execution order and the storages they read and write.
 
 Planning on tensors counts a view twice and misses in-place writes. Here the unit is the *storage*:
-one block of memory. Views and other names of the same block are aliases, resolved at once. The
+one block of memory, under one name, however many views there are of it. The
 words and the exact meaning of each field are in `docs/graph_format.md`; `sn_memory/check.py`
 is their executable form.
 """
@@ -16,8 +16,9 @@ from ..base.errors import GraphError
 from ..base.sizes import Fields, is_amount, is_count
 
 PHASES: Final = ("forward", "backward", "update")
-ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient", "temporary")
-ALLOCATORS: Final = ("none", "torch", "torch_segments", "tensorflow")
+ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient")
+# What sizes are multiples of: the smallest blocks of torch's caching allocator and of TensorFlow's.
+ALLOCATORS: Final = {"none": 1, "torch": 512, "tensorflow": 256}
 RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
 _COUNT: Final = "a whole number from 0 to 2**62"
 
@@ -29,12 +30,12 @@ class Storage:
     Parameters
     ----------
     name
-        Unique among storages and aliases.
+        Unique among storages.
     bytes
         Its size before the allocator rounds it; 0 or more.
     role
         `parameter`, `input`, `state` and `constant` are resident: there before the first op and
-        after the last. `activation`, `gradient` and `temporary` are made by exactly one op.
+        after the last. `activation` and `gradient` are made by exactly one op.
     keep
         It must be on the device, in its last version, when the last op has run.
     held
@@ -75,9 +76,6 @@ class Op:
         Unique among ops.
     inputs, outputs, writes
         Storages read; storages allocated and made; storages changed in place (they are read too).
-    releases
-        Storages that their owner frees only after this op, as logs of other tools say. The op
-        counts as a use of them; no later op may use them.
     kind
         What it computes (`conv2d`, `relu`, ...), for policies and reports.
     phase
@@ -100,7 +98,6 @@ class Op:
     inputs: tuple[str, ...] = ()
     outputs: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
-    releases: tuple[str, ...] = ()
     kind: str = ""
     phase: str = "forward"
     seconds: float | None = None

@@ -70,8 +70,8 @@ def plan_graph(
         and on a fast one, whatever the load, with the same versions of this package and of SciPy.
         `solve_s` of the plan is counted as well.
     progress
-        True writes to standard error how far it is: a bar on a terminal, else lines. None does so
-        on a terminal only. A function takes a `Progress` at each attempt. False is silent.
+        True writes to standard error how far it is: one line on a terminal, else several. None does
+        so on a terminal only. A function takes a `Progress` at each attempt. False is silent.
     from_sqrt_n
         Whether `auto` begins from the plan of `sqrt_n`.
 

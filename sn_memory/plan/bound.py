@@ -141,7 +141,7 @@ def relax(
         if holes.held[storage]:
             high[moved + place[storage]] = 0.0
     # What the op itself reads is on the device.
-    for storage in holes.needs[at]:
+    for storage in arrays.reads[at]:
         if storage in place:
             low[place[storage]] = 1.0
     # What later ops need is on the device, on the host, or made again.

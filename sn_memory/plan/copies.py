@@ -136,10 +136,7 @@ class _Timeline:
         arrays = graph.arrays
         self.bytes: list[int] = arrays.bytes.tolist()
         self.kinds = [op.kind for op in graph.ops]
-        self.touches = [
-            {*arrays.reads[op], *arrays.outputs[op], *arrays.writes[op], *arrays.releases[op]}
-            for op in range(len(graph.ops))
-        ]
+        self.touches = [{*arrays.reads[op], *arrays.outputs[op]} for op in range(len(graph.ops))]
         self.live = live_bytes(graph, actions)
         self.clock, now = [], 0.0
         for action in actions:

@@ -35,14 +35,6 @@ DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload")
 def check_techniques(techniques: Sequence[str]) -> None:
     """Raise PlanError for a technique that no plan has."""
     for technique in techniques:
-        # Plans had it once (decision 78), so people still pass it.
-        if technique == "compress":
-            raise PlanError(
-                "got technique 'compress': plans keep, recompute and offload whole storages. To "
-                "keep what is saved for the backward pass in few bits, call "
-                "`sn_memory.torch.compress_activations(model, bits=4)` instead of planning (for "
-                "Keras that of `sn_memory.tensorflow`)."
-            )
         if technique not in TECHNIQUES:
             raise PlanError(
                 f"got technique {technique!r}, expected some of {', '.join(TECHNIQUES)}."

@@ -48,7 +48,7 @@ _DENSE_FLOPS_PER_BYTE: Final = 10.0
 class Origins:
     """The holes of a graph, and per storage, by number, what a policy asks.
 
-    last_use : its last use by any op, releases included; its producer where no op reads it
+    last_use : its last use by any op; its producer where no op reads it
     last_forward, first_backward : its last use by a forward op, its producer included; its first
         use by any other, the number of ops where there is none
     droppable : whether it may be dropped whenever it is complete and rebuilt for every later use
@@ -76,7 +76,7 @@ def origins(shape: Holes) -> Origins:
             # Another op reads an earlier version: rebuilding the last one would not serve it.
             if version < len(chain[storage]) - 1 and storage not in arrays.writes[op]:
                 settled[storage] = False
-        for storage in (*reads, *arrays.releases[op]):
+        for storage in reads:
             last_use[storage] = op
             if forward_op[op]:
                 last_forward[storage] = op
@@ -128,7 +128,7 @@ def dropping(origin: Origins, kept: Collection[int], transient: Collection[int] 
             choice[hole] = never if storage in going else 0
         elif storage in going and any(
             origin.first_backward[other] == start and storage in sources.get(other, ())
-            for other in shape.needs[start]
+            for other in reads[start]
         ):
             # The op read it, and what was rebuilt from it.
             choice[hole] = never

@@ -100,7 +100,6 @@ class Compiled:
         self._tables = core.tables(
             _ragged(arrays.reads),
             _ragged(arrays.outputs),
-            _ragged(holes.needs),
             _ragged(holes.touched),
             _ragged(holes.chain),
             _column(holes.first),

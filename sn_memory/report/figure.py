@@ -13,7 +13,6 @@ from ..base.errors import MissingExtra
 from ..base.sizes import show_bytes, show_seconds
 from ..check import Replay
 from ..graph.graph import Graph
-from ..graph.liveness import lifetimes
 from ..plan.buffers import plan_buffers
 from ..plan.plan import Decision, Plan
 
@@ -122,23 +121,6 @@ def _counted(count: int, group: str) -> str:
     if not group.endswith(("outputs", "gradients")):
         return group
     return f"{count} {group}" if count > 1 else f"1 {group.removesuffix('s')}"
-
-
-def unplanned_curve(graph: Graph) -> Curve:
-    """Return the memory of the ops as they stand, each run once."""
-    spans, arrays = lifetimes(graph), graph.arrays
-    names = [storage.name for storage in graph.storages]
-    # A graph without ops is drawn as one moment.
-    ends = np.maximum(spans.end, 1)
-    rows = list(zip(names, spans.start, ends, arrays.bytes.tolist(), strict=True))
-    rows += [
-        (f"{_SCRATCH}{op.name}", at, at + 1, arrays.workspace_bytes[at][0])
-        for at, op in enumerate(graph.ops)
-    ]
-    seconds = np.array([ways[0] for ways in arrays.seconds], float)
-    start = np.cumsum(seconds) - seconds
-    ops = [op.name for op in graph.ops] or ["no op"]
-    return _curve(graph, rows, np.append(start, seconds.sum()), ops)
 
 
 def planned_curve(graph: Graph, plan: Plan, replay: Replay) -> Curve:
@@ -341,34 +323,15 @@ def _short(name: str) -> str:
     return name if len(name) <= 26 else f"{name[:12]}…{name[-13:]}"
 
 
-def _fronts(report: Replayed) -> list[tuple[str, list[Plan]]]:
-    """The other plans by planner; planners that made the same single plan share one mark."""
-    by_name: dict[str, list[Plan]] = {}
-    for other in report.others:
-        by_name.setdefault(other.planner, []).append(other)
-    fronts: dict[tuple[tuple[int, int], ...], tuple[list[str], list[Plan]]] = {}
-    for name, plans in by_name.items():
-        place = tuple(_place(report, plan) for plan in plans)
-        fronts.setdefault(place, ([], plans))[0].append(name)
-    return [(",\n".join(names), plans) for names, plans in fronts.values()]
-
-
-def _place(report: Replayed, plan: Plan | None) -> tuple[int, int]:
-    """Where the mark of a plan, or of no plan, is: closer marks would hide each other."""
-    baseline = max(report.plan.baseline_peak_bytes, 1)
-    if plan is None:
-        return (200, 0) if report.plan.baseline_peak_bytes else (0, 0)
-    return round(plan.peak_bytes * 200 / baseline), round(plan.overhead * 20)
-
-
 def _against_others(axes: Any, report: Replayed, scale: float, unit: str) -> None:
     plan = report.plan
-    same_as_none: list[str] = []
-    for number, (name, plans) in enumerate(_fronts(report)):
-        # Its mark would hide that of no plan.
-        if all(_place(report, other) == _place(report, None) for other in plans):
-            same_as_none.append(name)
-            continue
+    fronts: dict[str, list[Plan]] = {}
+    for other in report.others:
+        fronts.setdefault(other.planner, []).append(other)
+    # The largest mark first, so that none at its place is hidden.
+    axes.plot(plan.baseline_peak_bytes / scale, 0, "o", color=BEFORE, markersize=10,
+              label="no plan")  # fmt: skip
+    for number, (name, plans) in enumerate(fronts.items()):
         front = sorted(plans, key=lambda other: other.peak_bytes)
         axes.plot(
             [other.peak_bytes / scale for other in front],
@@ -379,8 +342,6 @@ def _against_others(axes: Any, report: Replayed, scale: float, unit: str) -> Non
             markersize=7,
             label=name,
         )
-    label = ",\n".join(["no plan", *same_as_none])
-    axes.plot(plan.baseline_peak_bytes / scale, 0, "o", color=BEFORE, markersize=10, label=label)
     axes.plot(
         plan.peak_bytes / scale,
         plan.overhead * 100,

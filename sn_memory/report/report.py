@@ -20,7 +20,8 @@ from ..base.sizes import show_bytes, show_seconds, table
 from ..check import check_plan
 from ..graph.graph import Graph
 from ..plan.plan import Plan
-from .figure import Replayed, figure, owner_groups, planned_curve, top_owners, unplanned_curve
+from ..plan.policies import policy
+from .figure import Replayed, figure, owner_groups, planned_curve, top_owners
 
 # A browser draws a few thousand rows; nobody reads more.
 _ROWS: Final = 2000
@@ -133,7 +134,9 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     moved = [item for item in plan.decisions if item.technique != "keep"]
     # Names break ties, so that the same plan has the same page.
     ranked = sorted(moved, key=lambda item: (-item.bytes, item.storage))
-    before, after = unplanned_curve(graph), planned_curve(graph, plan, replay)
+    after = planned_curve(graph, plan, replay)
+    plain = policy("liveness")(graph, budget_bytes=None)
+    before = planned_curve(graph, plain, check_plan(graph, plain))
     return Report(graph, plan, tuple(others), before, after, tuple(ranked))
 
 

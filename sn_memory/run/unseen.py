@@ -2,8 +2,8 @@
 
 The plain step is no choice: a plan exists for runs that do not fit. The input is traced; of the
 plans for other inputs, the fastest that keeps the budget on this one is carried over; where none
-does, a short search plans it (`PlanAtOnce`). Where that fails too, parts of the model run again,
-chosen by measured steps. A rim says how it traces, and which parts there are.
+does, a short search plans it. Where that fails too, parts of the model run again, chosen by
+measured steps. A rim says how it traces, and which parts there are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import ClassVar, Generic
 
 from ..base.errors import PlanError
@@ -39,51 +39,6 @@ NOTHING_AGAIN = "nothing runs again"
 CARRIED_OVER = "carried over from the plan of"
 PLANNED = "planned"
 AT_ONCE = "planned at once"
-
-
-@dataclass(frozen=True)
-class PlanAtOnce:
-    """A plan, how it came about, and the error that says it does not keep the budget."""
-
-    plan: Plan
-    how: str
-    over: BudgetError | None = None
-
-
-def plan_at_once(
-    graph: Graph,
-    search: Callable[[Graph], Plan],
-    budget_bytes: int,
-    plans: Sequence[tuple[str, Plan]],
-    allocator: Settings | None = None,
-) -> PlanAtOnce:
-    """Plan a graph while training: first what takes no search, then a short one.
-
-    graph : a step of the model on a new input
-    search : plans a graph within these bytes, in about SEARCH_S
-    budget_bytes : the most bytes; where no plan keeps it, that with the smallest peak is returned
-    plans : those that a search found for other inputs, with what to call these
-    allocator : that of a card: what it reserves keeps the budget, too
-    """
-
-    def kept(plan: Plan | None) -> Plan | None:
-        if plan is None or plan.peak_bytes > budget_bytes:
-            return None
-        return keeping_reserved(graph, plan, budget_bytes, allocator)
-
-    # The plain step where it fits: no plan is faster.
-    if whole := kept(policy("liveness")(graph, budget_bytes=None)):
-        return PlanAtOnce(whole, NOTHING_AGAIN)
-    tried = [(name, kept(carried_over(graph, plan, budget_bytes))) for name, plan in plans]
-    if keeping := [(name, plan) for name, plan in tried if plan is not None]:
-        name, carried = min(keeping, key=lambda row: row[1].seconds)
-        return PlanAtOnce(carried, f"{CARRIED_OVER} {name}")
-    try:
-        plan = search(graph)
-    except BudgetError as error:
-        # Above the budget, and yet the least that was found: the rim decides what becomes of it.
-        return PlanAtOnce(error.plan or smallest(graph), AT_ONCE, error)
-    return PlanAtOnce(plan, AT_ONCE)
 
 
 def carried_over(graph: Graph, carried: Plan, budget_bytes: int) -> Plan | None:
@@ -238,19 +193,48 @@ class UnseenInput(ABC, Generic[S]):
         graph: Graph,
         search: Callable[[Graph], Plan],
         budget_bytes: int,
-        kept: Iterable[KeptStep[S]],
+        others: Iterable[KeptStep[S]],
         allocator: Settings | None,
     ) -> Plan:
-        """Plan its graph at once, as `plan_at_once` does, and note how; kept : for other inputs."""
-        # Only those that were searched for: one that was carried over is among them already.
-        plans = [
-            (other.summary.inputs, plan)
-            for other in kept
-            if isinstance(plan := other.step.plan, Plan) and other.summary.how.startswith(PLANNED)
+        """Plan its graph, and note how: first what takes no search, then a short one.
+
+        Where no plan keeps the budget, that with the smallest peak is returned, and `over` set.
+
+        graph : a step of the model on it
+        search : plans a graph within these bytes, in about SEARCH_S
+        others : what runs for other inputs
+        allocator : that of a card: what it reserves keeps the budget, too
+        """
+
+        def kept(plan: Plan | None) -> Plan | None:
+            if plan is None or plan.peak_bytes > budget_bytes:
+                return None
+            return keeping_reserved(graph, plan, budget_bytes, allocator)
+
+        # The plain step where it fits: no plan is faster.
+        if whole := kept(policy("liveness")(graph, budget_bytes=None)):
+            self.how = NOTHING_AGAIN
+            return whole
+        keeping = [
+            (plan, other.summary.inputs)
+            for other in others
+            # Only those that were searched for: one that was carried over is among them already.
+            if isinstance(other.step.plan, Plan)
+            and other.summary.how.startswith(PLANNED)
+            and (plan := kept(carried_over(graph, other.step.plan, budget_bytes)))
         ]
-        planning = plan_at_once(graph, search, budget_bytes, plans, allocator)
-        self.how, self.over = planning.how, planning.over
-        return planning.plan
+        if keeping:
+            carried, inputs = min(keeping, key=lambda pair: pair[0].seconds)
+            self.how = f"{CARRIED_OVER} {inputs}"
+            return carried
+        self.how, self.over = AT_ONCE, None
+        try:
+            return search(graph)
+        except BudgetError as error:
+            # Above the budget, and yet the least that was found: the rim decides what becomes of
+            # it.
+            self.over = error
+            return error.plan or smallest(graph)
 
     def error(self, why: str) -> Exception:
         """Return what `strict` asks for."""

@@ -33,8 +33,8 @@ from sn_compress.ops.codes import pack_codes, unpack_codes
 from ..activations import Controller, coverage
 from ..activations.saved import WIDTHS
 from ..base.sizes import parse_bytes
-from .modules.rerun import in_force, name_of, settings_now
-from .reruns import Mix, cheapest_mix, layers_in, reruns_of
+from .modules.rerun import in_force, name_of, run_in_sections, settings_now
+from .reruns import Mix, cheapest_mix, layers_in
 
 Array = np.ndarray[Any, Any]
 
@@ -384,7 +384,7 @@ class CompressedActivations:
         if mix:
             # A budget with a sample is of all that the forward pass keeps.
             self.controller.observe_other("kept unpacked", nbytes=mix.kept_bytes)
-            self._reruns.enter_context(reruns_of(mix.sections, model))
+            self._reruns.enter_context(run_in_sections(mix.sections, model))
 
     def _wrap(self, layer: Any) -> None:
         """Let a layer pack, if it is of a kind that does."""

@@ -54,7 +54,6 @@ def plan(
     state: Any = None,
     time_limit_s: float = 60.0,
     strict: bool = False,
-    **removed: Any,
 ) -> Any:
     """Return a Keras model as one that trains within a budget of bytes, with the same gradients.
 
@@ -134,7 +133,6 @@ def plan(
     >>> planned.sn_memory.plan.peak_bytes <= 0.8 * planned.sn_memory.plan.baseline_peak_bytes
     True
     """
-    settings.refuse_keywords("plan", removed, settings.OF_PROCESS)
     if state is not None:
         raise ValueError(
             "got state, which only sn_memory.torch.plan takes. A variable of TensorFlow keeps its "
@@ -296,7 +294,6 @@ def plan_step(
     profile: bool = True,
     device: Device | str | None = None,
     time_limit_s: float = 60.0,
-    **removed: Any,
 ) -> PlannedStep:
     """Return a training step that keeps a budget of bytes and does the same.
 
@@ -342,7 +339,6 @@ def plan_step(
     >>> bool(planned(tf.ones((512, 64))) > 0)
     True
     """
-    settings.refuse_keywords("plan_step", removed, settings.OF_PROCESS)
     options = PlanOptions(
         plan_graph, planner, tuple(techniques), device, profile=profile, time_limit_s=time_limit_s
     )
@@ -361,25 +357,20 @@ def plan_step(
         plan = options.plan(traced.graph, budget)
     _warn_of_uncounted(traced)
     planned = PlannedStep(step, traced, plan)
-    try:
+    with _as_trace_error("the planned step cannot be built"):
         planned.put_together()
-    except Exception as error:
-        message = f"the planned step cannot be built: {first_line(error)}"
-        raise TraceError(message) from error
     return planned
 
 
 @contextmanager
-def _as_trace_error() -> Iterator[None]:
+def _as_trace_error(what: str = "the step could not be made a list of ops") -> Iterator[None]:
     """Turn whatever fails while a step is traced or built into a TraceError."""
     try:
         yield
     except TraceError:
         raise
     except Exception as error:
-        raise TraceError(
-            f"the step could not be made a list of ops: {first_line(error)}"
-        ) from error
+        raise TraceError(f"{what}: {first_line(error)}") from error
 
 
 def _warn_of_uncounted(traced: Trace) -> None:

@@ -24,10 +24,10 @@ from ..base.sizes import show_bytes
 from ..cost.op_times import quickest
 from ..plan.plan import BudgetError
 from .guards import refilled, tensors_in
-from .memory import bytes_of, main_device
+from .memory import bytes_of
 from .model import as_tensors, has_values, put_back, restore_model, uncast, variables_of, wait_for
 from .modules.backend import Probe
-from .modules.rerun import Function, Rerun, Section, run_again, run_in_sections
+from .modules.rerun import Function, Rerun, Section, run_in_sections
 from .trace.kernels import READS
 
 # Ops that hand on the memory of their first input.
@@ -72,24 +72,6 @@ def layers_in(sections: Iterable[Section]) -> set[int]:
     }
 
 
-def reruns_of(sections: Sequence[Section], model: Any) -> AbstractContextManager[None]:
-    """Let sections of a model run again while the context is open."""
-    return run_in_sections(sections, _rerun, model)
-
-
-# Graphs in which no gradient of ours could read variables.
-_LOOPS = ("WhileCondFuncGraph", "WhileBodyFuncGraph", "CondBranchFuncGraph")
-
-
-def _rerun(section: Section, function: Function, inputs: list[Any]) -> list[Any]:
-    graph = tf.compat.v1.get_default_graph()
-    symbolic = all(isinstance(value, tf.Tensor) for value in inputs)
-    # Eagerly, tf.custom_gradient holds on to what it made: nothing would be saved.
-    if not symbolic or tf.executing_eagerly() or type(graph).__name__ in _LOOPS:
-        return function(inputs)
-    return run_again(function, inputs, section.changed)
-
-
 def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) -> Mix:
     """Return what runs again of a model.
 
@@ -124,7 +106,7 @@ class _Search:
 
     def __init__(self, model: Any, args: tuple[Any, ...], pack: Pack, budget: int | None) -> None:
         self.model, self.args, self.pack, self.budget = model, args, pack, budget
-        self.places = dict(_places(Probe(model, args, main_device()), model))
+        self.places = dict(_places(Probe(model, args), model))
         self.seconds = _seconds(self.places, model, args)
         self.plain = _Count(model, args, self.places)
         trial = pack(())
@@ -266,7 +248,7 @@ class _Search:
 
     def _counted(self, sections: Sequence[Section]) -> list[int]:
         """Return bytes of tensors that a model keeps, as it is now, where sections run again."""
-        with reruns_of(sections, self.model):
+        with run_in_sections(sections, self.model):
             return _Count(self.model, self.args, {}).all
 
 
@@ -292,7 +274,7 @@ def _places(probe: Probe, model: Any) -> Iterator[tuple[str, _Place]]:
 
 def _watched(places: dict[str, _Place], watch: Rerun, model: Any) -> AbstractContextManager[None]:
     """Let all places go through `watch`, those that contain others too."""
-    return run_in_sections([place.section for place in places.values()], watch, model)
+    return run_in_sections([place.section for place in places.values()], model, watch)
 
 
 def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> dict[str, float]:

@@ -15,7 +15,6 @@ from sn_memory import Graph
 def optimum(graph: Graph, budget_bytes: int) -> float:
     """Fewest seconds of any plan without transfers within the budget; infinity if there is none."""
     names = {storage.name: storage for storage in graph.storages}
-    names.update({alias: names[target] for alias, target in graph.aliases.items()})
     base = sum(storage.bytes for storage in graph.storages if storage.resident)
     seen_at = []  # per op, the version of each storage it names
     written: dict[str, int] = {}
@@ -25,7 +24,6 @@ def optimum(graph: Graph, budget_bytes: int) -> float:
             written[name] = written.get(name, 0) + 1
     kept = {s.name: written.get(s.name, 0) for s in graph.storages if s.keep and not s.resident}
     read = {pair for wanted in seen_at for pair in wanted.items()} | set(kept.items())
-    released = {name for op in graph.ops for name in op.releases}
     start = (0, frozenset())
     labels, settled = {start: 0.0}, set()
     queue, ticket = [(0.0, 0, start)], 0
@@ -52,11 +50,9 @@ def optimum(graph: Graph, budget_bytes: int) -> float:
                 not op.repeatable or any(names[name].resident for name in op.writes)
             ):
                 continue
-            if number == done and any(n not in here and n not in op.outputs for n in op.releases):
-                continue
             after = dict.fromkeys(op.outputs, 0) | here
             after.update({name: here[name] + 1 for name in op.writes if name in here})
-            useful = {pair for pair in after.items() if pair in read or pair[0] in released}
+            useful = {pair for pair in after.items() if pair in read}
             made = sum(names[name].bytes for name in op.outputs)
             ways = [(way.bytes, way.seconds) for way in op.workspaces] or [(0, op.seconds)]
             for space, seconds in ways:

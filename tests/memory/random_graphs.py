@@ -26,7 +26,7 @@ def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph
         size = min(len(alive), int(rng.integers(0, 4)))
         drawn = rng.choice(alive, size, replace=False, p=weights / weights.sum())
         inputs = [str(it) for it in drawn]
-        outputs, writes, releases, flags, spaces = [], [], [], {}, ()
+        outputs, writes, flags, spaces = [], [], {}, ()
         for _ in range(int(rng.choice([0, 1, 1, 1, 2]))):
             name = f"s{len(storages)}"
             keep = bool(rng.random() < 0.1)
@@ -37,11 +37,6 @@ def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph
         if not plain:
             if rng.random() < 0.15:
                 writes = [inputs.pop()] if inputs else ["w"]
-            if rng.random() < 0.05 and inputs:
-                record = next(it for it in storages if it.name == inputs[0])
-                if not record.resident and not record.keep:
-                    releases = [inputs[0]]
-                    alive.remove(inputs[0])
             flags = {flag: True for flag in FLAGS if rng.random() < 0.06}
             if rng.random() < 0.2:
                 spaces = (
@@ -50,7 +45,7 @@ def random_graph(seed: int, *, most_ops: int = 12, plain: bool = False) -> Graph
                 )
         alive += outputs
         seconds = None if spaces else float(rng.integers(1, 10))
-        names = (tuple(it) for it in (inputs, outputs, writes, releases))
+        names = (tuple(it) for it in (inputs, outputs, writes))
         ops.append(Op(f"op{number}", *names, seconds=seconds, workspaces=spaces, **flags))
     return Graph(storages, ops, name=f"random {seed}", device=DEVICE)
 

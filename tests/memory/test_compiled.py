@@ -116,7 +116,7 @@ def test_what_does_not_suit_is_refused():
 @pytest.mark.parametrize("speed", [None, 40.0, 4.0])
 def test_annealing_makes_the_same_choices(speed):
     changed, waits = 0, set()
-    for number in range(12):
+    for number in range(16):
         graph = random_graph(number, most_ops=16, plain=number % 3 == 0)
         link = Device(to_host_bytes_per_s=speed, to_device_bytes_per_s=speed)
         shape = holes(Graph(graph.storages, graph.ops, name=graph.name, device=link), lean=True)

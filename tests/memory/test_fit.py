@@ -5,8 +5,10 @@ import pytest
 from sn_memory import Device, Graph, GraphError, Op, Storage, Workspace
 from sn_memory.run.estimate import Batches, Fit, Units, Way, largest, on_cards
 
+UNKNOWN = Device()
 
-def step(batch, ops=2, device=None, measured=False):
+
+def step(batch, ops=2, device=UNKNOWN, measured=False):
     storages = [Storage("w", 1000, "parameter"), Storage("x", 8 * batch, "input")]
     storages += [Storage(f"h{it}", 16 * batch + 4) for it in range(ops)]
     rows = [

@@ -56,7 +56,7 @@ def test_plans_of_small_graphs_are_compared_with_the_optimum():
             if error is not None:
                 refused += math.isinf(best)
                 passed_over += math.isfinite(best)
-                # Of graphs whose writes, releases and flags are drawn at random some plans are
+                # Of graphs whose writes and flags are drawn at random some plans are
                 # passed over; of those without, none.
                 assert math.isinf(best) or not plain, f"seed {seed}"
                 assert error.budget_bytes == budget

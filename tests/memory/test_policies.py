@@ -114,7 +114,7 @@ def test_the_cost_aware_rule_goes_from_one_to_the_other():
         ops = [replace(op, kind="conv" if at in (0, 6) else op.kind)
                for at, op in enumerate(plain.ops)]  # fmt: skip
         ops.append(Op("wide", (), ("wide",), phase="backward", seconds=1.0))
-        graph = Graph([*plain.storages, Storage("wide", wide, "temporary")], ops)
+        graph = Graph([*plain.storages, Storage("wide", wide)], ops)
         return check_plan(graph, policy(name)(graph, budget_bytes=None)).reruns
 
     assert reruns(1000, "superneurons") == reruns(1000, "superneurons_speed") == 5

@@ -1,6 +1,5 @@
-"""Progress: records for programs, a bar or lines for people, and nothing where nobody looks on."""
+"""Progress: records for programs, lines for people, and nothing where nobody looks on."""
 
-import builtins
 import io
 import re
 import sys
@@ -9,7 +8,7 @@ import pytest
 from random_graphs import training_chain
 
 from sn_memory import Progress, plan_graph
-from sn_memory.base.progress import _Lines, progress_output, report_progress
+from sn_memory.base.progress import _Printer, progress_output, report_progress
 
 
 class Screen(io.StringIO):
@@ -35,7 +34,7 @@ def some():
 
 
 @pytest.mark.parametrize("wanted", [None, False, True])
-def test_a_file_gets_lines_and_a_terminal_a_bar(screen, wanted, monkeypatch):
+def test_a_file_gets_lines_and_a_terminal_one(screen, wanted, monkeypatch):
     monkeypatch.setattr(sys, "stderr", screen)
     with progress_output(wanted):
         some()
@@ -57,31 +56,11 @@ def test_a_file_gets_lines_and_a_terminal_a_bar(screen, wanted, monkeypatch):
 
 
 def test_the_time_left_is_that_of_the_rest_at_this_rate():
-    lines = _Lines("")
+    lines = _Printer()
     lines.began = 10.0  # when the stage began
     assert lines.far(Progress("search", 15.0, 60.0, 25.0)) == " (25%, 45 s left)"
     assert lines.far(Progress("time ops", 0, 3, 25.0)) == " (0%)"
     assert lines.far(Progress("search", 90.0, 60.0, 100.0)) == " (100%, 0 s left)"
-
-
-def test_without_tqdm_a_terminal_gets_lines_and_the_reason(monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name == "tqdm":
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    screen = Screen()
-    screen.terminal = True
-    monkeypatch.setattr(sys, "stderr", screen)
-    with progress_output(None):
-        some()
-    first, *others = screen.getvalue().splitlines()
-    assert first.startswith("sn_memory: tqdm is not installed")
-    assert "superneurons[progress]" in first
-    assert len(others) == 3
 
 
 def test_programs_get_records_and_the_same_plan(screen, monkeypatch):

@@ -78,7 +78,7 @@ def liveness(graph):
 
 def test_peaks_and_owners_of_a_chain():
     found = report(CHAIN, RECOMPUTE)
-    assert (found.before.peak_bytes, found.before.peak_at) == (2550, "f3")
+    assert (found.before.peak_bytes, found.before.peak_at) == (2550, "run f3")
     assert dict(found.before.owners) == {
         "a": 1000, "c": 700, "b": 500, "scratch of f3": 250, "resident": 100,
     }  # fmt: skip
@@ -91,12 +91,14 @@ def test_peaks_and_owners_of_a_chain():
 
 def test_the_curve_is_that_of_the_replay_and_scratch_is_the_layer_on_top():
     found = report(CHAIN, RECOMPUTE)
-    assert found.before.time_s.tolist() == [0.0, 1.0, 1.5, 3.5, 6.5]
-    assert found.before.bytes.tolist() == [1100, 1600, 2550, 2100, 2100]
+    # A free takes no time: what is there at a time is what its last action left.
+    assert set(found.before.time_s.tolist()) == {0.0, 1.0, 1.5, 3.5, 6.5}
+    starts = [0, 1, 2, 4]
+    assert found.before.bytes[starts].tolist() == [1100, 1600, 2550, 2100]
     layers = {name: size.tolist() for name, size in found.before.layers}
     assert list(layers) == ["weights, inputs, state", "activations", "gradients", "scratch"]
-    assert layers["scratch"] == [0, 0, 250, 0, 0]
-    assert layers["activations"] == [1000, 1500, 2200, 1700, 1700]
+    assert [layers["scratch"][at] for at in starts] == [0, 0, 250, 0]
+    assert [layers["activations"][at] for at in starts] == [1000, 1500, 2200, 1700]
     assert found.before.peak_layers == (
         ("weights, inputs, state", 100), ("activations", 2200), ("scratch of f3", 250),
     )  # fmt: skip

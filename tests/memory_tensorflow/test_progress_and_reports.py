@@ -67,12 +67,3 @@ def test_what_is_measured_cannot_be_the_same_everywhere(counted_work):
             rim.plan(network(), tf.zeros((64, 32)), "90%", **settings)
     with pytest.raises(ValueError, match="measured seconds differ"):
         rim.plan_step(step_of(), tf.ones((64, 32)), "90%")
-
-
-@pytest.mark.parametrize("name", ["deterministic", "progress"])
-def test_what_was_a_keyword_is_refused_with_what_to_write(name):
-    match = rf"'{name}', which was removed.*sn_memory\.settings\.{name} = "
-    with pytest.raises(TypeError, match=match):
-        rim.plan(network(), tf.zeros((64, 32)), "90%", **{name: True})
-    with pytest.raises(TypeError, match=match):
-        rim.plan_step(step_of(), tf.ones((64, 32)), "90%", **{name: True})

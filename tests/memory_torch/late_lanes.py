@@ -111,8 +111,8 @@ def random_moves(traced, plan, seed, *, share=0.5):
         names = {target}
         if op is not None:
             # What is made again beside what was wanted does not touch the one that is there.
-            names = {*op.inputs, *op.writes, *op.releases, *op.outputs} - (
-                there & {*op.outputs} - {*op.inputs, *op.writes, *op.releases}
+            names = {*op.inputs, *op.writes, *op.outputs} - (
+                there & {*op.outputs} - {*op.inputs, *op.writes}
             )
         there = there - {target} if kind == "free" else there | names
         for name in names - fixed:

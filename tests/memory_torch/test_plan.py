@@ -205,7 +205,7 @@ def test_refusals():
     before = dict(model.__dict__)
     with pytest.raises(ValueError, match="expected one of auto, graph"):
         plan(model, sample, "100%", backend="xla", **SETTINGS)
-    with pytest.raises(PlanError, match="compress_activations"):
+    with pytest.raises(PlanError, match="some of keep, recompute, offload"):
         plan(model, sample, "100%", techniques=("keep", "compress"), **SETTINGS)
     with pytest.raises(PlanError, match="no plan for this sample"):
         verify(model, sample)

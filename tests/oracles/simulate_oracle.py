@@ -18,7 +18,7 @@ def simulate(
     """Return what `sn_memory.plan.simulate.simulate` returns; raises Impossible as it does."""
     reads, outputs = holes.graph.arrays.reads, holes.graph.arrays.outputs
     resident = holes.graph.arrays.resident.tolist()
-    seconds, touched, needs = holes.seconds, holes.touched, holes.needs
+    seconds, touched = holes.seconds, holes.touched
     hole = [first - 1 for first in holes.first]
     # Per storage: run of its first touch in the current interval, or -1 when absent; last touch.
     opened = [0 if there else -1 for there in resident]
@@ -38,7 +38,7 @@ def simulate(
                 if storage in away.absent:
                     opened[storage] = last[storage] = len(ops)
                     away.returned(storage, len(ops))
-        if any(opened[storage] < 0 for storage in needs[op]):
+        if any(opened[storage] < 0 for storage in reads[op]):
             built = []
             rebuild, fetched = _closure(holes, op, opened, away.absent)
             for storage in fetched:
@@ -128,7 +128,7 @@ def _closure(
     """Return the ops to run again before `op`, in order, and the storages to fetch for them."""
     arrays, chain, expires = holes.graph.arrays, holes.chain, holes.expires
     reads, outputs = arrays.reads, arrays.outputs
-    missing = [storage for storage in holes.needs[op] if opened[storage] < 0]
+    missing = [storage for storage in holes.graph.arrays.reads[op] if opened[storage] < 0]
     seen, runs, fetched = set(missing), set(), []
     while missing:
         storage = missing.pop()

@@ -76,8 +76,7 @@ class _Online:
         arrays = self.graph.arrays
         for op in range(len(self.graph.ops)):
             self.at = op
-            outside = [s for s in arrays.releases[op] if s not in arrays.outputs[op]]
-            self.perform(op, (*arrays.reads[op], *outside))
+            self.perform(op, arrays.reads[op])
             for storage in self.released[op]:
                 if self.held[storage]:
                     self.evict(storage)

@@ -49,9 +49,7 @@ def _events(graph: Graph, origin: Origins, chosen: Iterable[int]) -> list[Event]
     for storage in chosen:
         leaving.setdefault(origin.last_forward[storage], []).append(storage)
     for op in range(len(graph.ops)):
-        walk.bring(
-            s for s in (*arrays.reads[op], *arrays.releases[op]) if s not in arrays.outputs[op]
-        )
+        walk.bring(arrays.reads[op])
         mine = leaving.get(op, [])
         # What it makes itself is there only when it has run.
         own = [storage for storage in mine if op in origin.makers[storage]]

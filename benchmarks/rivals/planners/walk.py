@@ -34,7 +34,7 @@ class Origins:
     makers
         The ops that rebuild it, in order: its producer, then those that changed it in place.
     last_use
-        Its last use by any op, releases included; its producer where nobody reads it.
+        Its last use by any op; its producer where nobody reads it.
     last_forward, first_backward
         Its last use by a forward op, its producer included; its first use by any other.
     expiry
@@ -70,7 +70,7 @@ def origins(graph: Graph) -> Origins:
             # Somebody else saw an earlier version: rebuilding the last one would not serve them.
             if version < len(writers[storage]) and storage not in arrays.writes[op]:
                 settled[storage] = False
-        for storage in (*reads, *arrays.releases[op]):
+        for storage in reads:
             last_use[storage] = op
             if forward_op[op]:
                 last_forward[storage] = op
@@ -247,9 +247,7 @@ def follow(
             for storage in pending_copies:
                 walk.settle(storage)
             pending_copies.clear()
-        rebuilt = walk.bring(
-            s for s in (*arrays.reads[op], *arrays.releases[op]) if s not in arrays.outputs[op]
-        )
+        rebuilt = walk.bring(arrays.reads[op])
         for storage in _forget(walk, rebuilt, every_use, offloaded, op):
             walk.offload(storage)
             walk.leave(storage)
@@ -454,18 +452,11 @@ def _deaths(graph: Graph, events: list[Event]) -> list[list[int]]:
     """Per event, the storages that nobody reads after it before they are made again."""
     arrays = graph.arrays
     needed = {s for s, held in enumerate((arrays.keep | arrays.resident).tolist()) if held}
-    first: dict[int, int] = {}
-    for at, event in enumerate(events):
-        if event.kind == "run":
-            first.setdefault(event.number, at)
     deaths: list[list[int]] = [[] for _ in events]
     for at in range(len(events) - 1, -1, -1):
         kind, number, fresh = events[at]
         if kind == "run":
             used = set(arrays.reads[number])
-            # A release is of the first run; what runs again releases nothing.
-            if first[number] == at:
-                used.update(arrays.releases[number])
             deaths[at] = [s for s in sorted(used | set(fresh)) if s not in needed]
             needed |= used
             needed.difference_update(fresh)

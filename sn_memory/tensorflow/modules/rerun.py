@@ -161,11 +161,14 @@ def _around_call(item: Item, around: Around) -> Any:
 
 
 @contextmanager
-def run_in_sections(sections: Sequence[Section], rerun: Rerun, model: Any) -> Iterator[None]:
-    """Let each section be run by `rerun`.
+def run_in_sections(
+    sections: Sequence[Section], model: Any, rerun: Rerun | None = None
+) -> Iterator[None]:
+    """Let each section run again in the backward pass, or be run by `rerun`.
 
     model : a twin of the model whose sections they are, to be changed in its place
     """
+    rerun = rerun or _again
     with ExitStack() as undo:
         for section in sections:
             if section.chain.functional is None:
@@ -287,6 +290,19 @@ _SETTINGS = ("current_call_ctx", "autocast_scope")
 def settings_now() -> dict[str, Any]:
     """Return what Keras has set around the present call, for `in_force`."""
     return {name: global_state.get_global_attribute(name) for name in _SETTINGS}
+
+
+# Graphs in which no gradient of ours could read variables.
+_LOOPS = ("WhileCondFuncGraph", "WhileBodyFuncGraph", "CondBranchFuncGraph")
+
+
+def _again(section: Section, function: Function, inputs: list[Any]) -> list[Any]:
+    graph = tf.compat.v1.get_default_graph()
+    symbolic = all(isinstance(value, tf.Tensor) for value in inputs)
+    # Eagerly, tf.custom_gradient holds on to what it made: nothing would be saved.
+    if not symbolic or tf.executing_eagerly() or type(graph).__name__ in _LOOPS:
+        return function(inputs)
+    return run_again(function, inputs, section.changed)
 
 
 def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
