@@ -107,7 +107,7 @@ def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeli
     )
 
 
-class Course:
+class ForwardPass:
     """One forward pass, and the plans that were chosen for it.
 
     leaner : whether calls took leaner plans than were chosen
