@@ -41,7 +41,7 @@ from rows_file import flags, load, matching, path_of, save
 from scipy.stats import rankdata
 from torch import nn
 
-from sn_memory.apoptosis import Choice, Merge
+from sn_memory.apoptosis import Choice
 from sn_memory.apoptosis.torch import Apoptosis
 from sn_memory.apoptosis.torch.groups import find_groups
 from sn_memory.apoptosis.torch.surgery import Pruner, merge_group
@@ -160,7 +160,7 @@ def prune(net: nn.Module, optimizer: Any, sample: torch.Tensor, wanted: list[int
         lengths = pruner.value(group.slices[0].name).detach().flatten(1).norm(dim=1)
         readers = len(group.sites)
         gone = sorted(lengths.argsort()[: group.width - left].tolist())
-        merges = tuple(Merge(j, None) for j in gone)
+        merges = tuple((j, None) for j in gone)
         nothing = np.zeros((len(gone), left + 1))
         merge_group(
             pruner, group, Choice(group.width, merges, (0.0,) * readers, (nothing,) * readers)

@@ -2,7 +2,7 @@
 
 from ..base.errors import AccuracyWarning
 from .controller import BatchSuggestion, Controller, suggest_batch
-from .saved import Row, Treatment, coverage, error_tolerance, gradient_sd, paper_sd, treatment
+from .saved import Row, Treatment, coverage, error_tolerance, gradient_sd, treatment
 
 __all__ = [
     "AccuracyWarning",
@@ -13,7 +13,6 @@ __all__ = [
     "coverage",
     "error_tolerance",
     "gradient_sd",
-    "paper_sd",
     "suggest_batch",
     "treatment",
 ]

@@ -11,12 +11,12 @@ import math
 import warnings
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any
 
 from ..base.errors import AccuracyWarning
 from ..base.sizes import show_bytes
 from .saved import (
-    PAPER_CONSTANT,
+    OVERFLOWS,
     WIDTHS,
     LossyTreatment,
     Observed,
@@ -24,7 +24,6 @@ from .saved import (
     choose,
     compressed_bytes,
     error_tolerance,
-    paper_sd,
 )
 
 
@@ -50,13 +49,6 @@ class Controller:
         asks for fewer.
     least_nonlinear_bits
         What a budget may take of these, norms aside. Below 8 comes an AccuracyWarning.
-    theory
-        "exact", or "paper": its formula and constant, for comparison. It gives a tolerance, which
-        becomes the widest step of the grid.
-    constant
-        The paper's a.
-    overflow_limit
-        Overflows after which a tensor is kept as it is, for good.
 
     Examples
     --------
@@ -80,9 +72,6 @@ class Controller:
         start_bits: int = 8,
         nonlinear_bits: int = 8,
         least_nonlinear_bits: int = 8,
-        theory: Literal["exact", "paper"] = "exact",
-        constant: float = PAPER_CONSTANT,
-        overflow_limit: int = 3,
     ) -> None:
         goals = {"error": error, "budget_bytes": budget_bytes, "bits": bits}
         goals = {name: goal for name, goal in goals.items() if goal is not None}
@@ -100,14 +89,10 @@ class Controller:
         _check("nonlinear_bits", nonlinear_bits, nonlinear_bits in WIDTHS, widths)
         least = least_nonlinear_bits
         _check("least_nonlinear_bits", least, least in WIDTHS, widths)
-        _check("theory", theory, theory in ("exact", "paper"), "exact or paper")
-        _check("constant", constant, constant > 0, "above 0")
-        _check("overflow_limit", overflow_limit, overflow_limit >= 1, "1 or more")
         self.error, self.budget_bytes, self.fixed_bits = error, budget_bytes, bits
         self.every, self.start_bits, self.nonlinear_bits = every, start_bits, nonlinear_bits
         self.least_nonlinear_bits = min(least, nonlinear_bits)
-        self.theory, self.constant, self.overflow_limit = theory, constant, overflow_limit
-        self._seen = Observed(overflow_limit)
+        self._seen = Observed()
         self._bits: dict[str, int | None] = {}
         self._warned = False
 
@@ -126,16 +111,6 @@ class Controller:
         return self._bits.get(key, first)
 
     def tolerance(self, key: str) -> float:
-        """Return the widest step its grid may have: infinite, but for the paper's theory."""
-        row = self._seen.rows.get(key)
-        if self.theory == "exact" or self.error is None or row is None:
-            return math.inf
-        # The paper's deviation is in proportion to the tolerance: what one of 1 would give.
-        unit = paper_sd(1.0, row.mean_gradient, row.terms, row.nonzero, self.constant)
-        sd = self.error * row.yardstick
-        return sd / unit if unit and sd else math.inf
-
-    def exact_tolerance(self, key: str) -> float:
         """Return the tolerance of errors to nearest that `error` allows, for the paper's codec."""
         row = self._seen.rows.get(key)
         if self.error is None or row is None or row.gradient_energy is None:
@@ -173,25 +148,23 @@ class Controller:
         self._seen.others[key] = nbytes
 
     def observe_gradient(
-        self, key: str, *, energy: float, outputs: int, yardstick: float, mean: float = 0.0,
-        terms: int = 1, coverage: float = 1.0,
-    ) -> None:  # fmt: skip
+        self, key: str, *, energy: float, outputs: int, yardstick: float, coverage: float = 1.0
+    ) -> None:
         """Take note of what arrived at the output of the layer that saved `key`."""
-        if key in self._seen.rows:
-            self._seen.rows[key] = replace(
-                self._seen.rows[key], gradient_energy=energy, outputs=outputs, yardstick=yardstick,
-                mean_gradient=mean, terms=terms, coverage=coverage,
-            )  # fmt: skip
+        about = {"outputs": outputs, "yardstick": yardstick, "coverage": coverage}
+        self._note(key, gradient_energy=energy, **about)
 
     def observe_error(self, key: str, sd: float) -> None:
         """Take note of a measured deviation of the gradient's error."""
-        if key in self._seen.rows:
-            self._seen.rows[key] = replace(self._seen.rows[key], measured_sd=sd)
+        self._note(key, measured_sd=sd)
 
     def timed(self, key: str, seconds: float) -> None:
         """Take note of what packing and unpacking a tensor takes."""
+        self._note(key, seconds=seconds)
+
+    def _note(self, key: str, **about: Any) -> None:
         if key in self._seen.rows:
-            self._seen.rows[key] = replace(self._seen.rows[key], seconds=seconds)
+            self._seen.rows[key] = replace(self._seen.rows[key], **about)
 
     def overflowed(self, key: str) -> None:
         """Take note that too many elements escaped: wider next time, or kept as it is."""
@@ -201,7 +174,7 @@ class Controller:
         # None already: it is kept as it is, and nothing is wider.
         now = self._bits.get(key, row.bits)
         wider = [b for b in WIDTHS if now is not None and b > now]
-        self._bits[key] = wider[0] if wider and row.overflows < self.overflow_limit else None
+        self._bits[key] = wider[0] if wider and row.overflows < OVERFLOWS else None
 
     def refresh(self) -> None:
         """Choose again from what was observed. Tensors kept exactly after overflows stay so."""

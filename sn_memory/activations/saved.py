@@ -78,10 +78,6 @@ def treatment(op: str) -> Treatment:
     return _BY_OP.get(op, "nonlinear")
 
 
-PAPER_CONSTANT = 0.32
-"""Of the paper's formula, as remembered; it depends on the distribution of dY."""
-
-
 def gradient_sd(
     variance: float, gradient_energy: float, outputs: int, coverage: float = 1.0
 ) -> float:
@@ -127,17 +123,6 @@ def error_tolerance(
     return sd * math.sqrt(3 / weight) if weight else math.inf
 
 
-def paper_sd(
-    tolerance: float, mean_gradient: float, terms: int, nonzero: float, a: float = PAPER_CONSTANT
-) -> float:
-    """Return the paper's a * L * sqrt(N R) * tolerance, with L the mean magnitude of dY.
-
-    `terms` is the number of products an entry of dW sums: the batch, times positions for a
-    convolution.
-    """
-    return a * mean_gradient * math.sqrt(terms * nonzero) * tolerance
-
-
 def coverage(
     inputs: Sequence[int],
     outputs: Sequence[int],
@@ -171,6 +156,8 @@ def coverage(
 
 # Widths of which a byte holds a whole number.
 WIDTHS: Final = (1, 2, 4, 8)
+# Overflows after which a tensor is kept as it is, for good.
+OVERFLOWS: Final = 3
 # Of an element: the grid of its group of 256.
 _GRID_BYTES: Final = 6 / 256
 
@@ -184,10 +171,8 @@ class Row:
     bits : per element, of the last observation; None: kept as it is
     variance : mean variance of the rounding, of the last observation
     nonzero : fraction of elements that are not zero
-    gradient_energy, mean_gradient : sum of squares and mean magnitude of what arrives at the
-        layer's output; None until seen
-    outputs, terms, coverage : of the layer: features, products summed by an entry, fraction not
-        meeting padding
+    gradient_energy : sum of squares of what arrives at the layer's output; None until seen
+    outputs, coverage : of the layer: features, fraction of its products that do not meet padding
     yardstick : mean magnitude of the weight's momentum, or what stands for it
     overflows : how often it had to be kept exactly, as too many elements escaped
     measured_sd : of the gradient's error, where it was measured
@@ -202,9 +187,7 @@ class Row:
     variance: float
     nonzero: float = 1.0
     gradient_energy: float | None = None
-    mean_gradient: float = 0.0
     outputs: int = 1
-    terms: int = 1
     coverage: float = 1.0
     yardstick: float = 0.0
     overflows: int = 0
@@ -229,12 +212,6 @@ class Row:
             return 0.0
         # The step is the range over the levels, and the range stays.
         return self.variance * (_levels(self.bits) / _levels(bits)) ** 2
-
-    @property
-    def relative_error(self) -> float | None:
-        """Predicted deviation over the yardstick."""
-        sd = self.predicted_sd()
-        return None if sd is None or not self.yardstick else sd / self.yardstick
 
     def gain(self, low: int, high: int) -> float:
         """Squared relative error saved per byte, by `high` bits instead of `low`."""
@@ -271,10 +248,6 @@ class Saved:
     def ratio(self) -> float:
         """Plain bytes over compressed ones."""
         return self.plain_bytes / max(self.compressed_bytes, 1)
-
-    @property
-    def saving_bytes(self) -> int:
-        return self.plain_bytes - self.compressed_bytes
 
     def __str__(self) -> str:
         return (
@@ -398,19 +371,15 @@ Groups = dict[str, list[Row]]
 
 
 class Observed:
-    """Rows by key, and bytes that no choice changes by key.
+    """Rows by key, and bytes that no choice changes by key."""
 
-    overflow_limit : overflows after which a tensor is kept as it is
-    """
-
-    def __init__(self, overflow_limit: int) -> None:
-        self.overflow_limit = overflow_limit
+    def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self.others: dict[str, int] = {}
 
     def is_free(self, row: Row) -> bool:
         """Whether its bits can be chosen."""
-        return row.bits is not None and row.overflows < self.overflow_limit
+        return row.bits is not None and row.overflows < OVERFLOWS
 
     @property
     def free(self) -> list[Row]:

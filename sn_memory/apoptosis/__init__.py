@@ -6,7 +6,7 @@ here, and shrink weights, norms and the optimizer's state. Siegel, Daily, Vishnu
 change of what the next layers put out is measured, and `tolerance` is its limit.
 """
 
-from .merge import Choice, Merge, Reader, choose, fold
+from .merge import Choice, Reader, choose, fold
 from .pace import Schedule
 
-__all__ = ["Choice", "Merge", "Reader", "Schedule", "choose", "fold"]
+__all__ = ["Choice", "Reader", "Schedule", "choose", "fold"]

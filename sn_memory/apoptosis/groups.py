@@ -26,6 +26,10 @@ class Tag:
     axis: int
     places: int = 1
 
+    def lies_as(self, other: Tag) -> bool:
+        """Whether both values hold their channels at the same places."""
+        return (self.axis, self.places) == (other.axis, other.places)
+
 
 @dataclass(frozen=True)
 class Slice:
@@ -148,20 +152,22 @@ class Groups(ABC):
     def group(self, tag: Tag) -> Group:
         return self.groups[self.root(tag.group)]
 
-    def join(self, first: Tag, second: Tag) -> None:
-        """Make two groups one: a sum of both needs the same channels of both."""
-        low, high = sorted((self.root(first.group), self.root(second.group)))
-        if low == high:
-            return
-        kept, gone = self.groups[low], self.groups[high]
-        kept.slices += gone.slices
-        kept.sites += gone.sites
-        kept.makers += gone.makers
-        kept.block = max(kept.block, gone.block)
-        # What keeps one from shrinking keeps both.
-        if gone.reason:
-            kept.refuse(gone.reason)
-        self._parent[high] = low
+    def join(self, first: Tag, *others: Tag) -> Tag:
+        """Make groups one, as a sum needs the same channels of all its terms; return the first."""
+        for other in others:
+            low, high = sorted((self.root(first.group), self.root(other.group)))
+            if low == high:
+                continue
+            kept, gone = self.groups[low], self.groups[high]
+            kept.slices += gone.slices
+            kept.sites += gone.sites
+            kept.makers += gone.makers
+            kept.block = max(kept.block, gone.block)
+            # What keeps one from shrinking keeps both.
+            if gone.reason:
+                kept.refuse(gone.reason)
+            self._parent[high] = low
+        return first
 
     def coarsen(self, tag: Tag, size: int) -> None:
         """Make each `size` neurons in a row one, as heads of attention are."""

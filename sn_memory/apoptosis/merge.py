@@ -37,6 +37,8 @@ Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
 # [gone, kept + 1]: what stands for each neuron that goes; the last column is the constant.
 Fold = NDArray[np.float64]
+# (neuron, survivor) of those that go; None: into a bias, or into nothing.
+Merges = tuple[tuple[int, int | None], ...]
 # (neuron, survivor, c): the survivor's incoming weights times c are the neuron's.
 Scale = tuple[int, int, float]
 # What is left of a subtraction below this share of what was subtracted is rounding.
@@ -254,34 +256,24 @@ def _apart(
 
 
 @dataclass(frozen=True)
-class Merge:
-    """One neuron that went: into `survivor` if one of the others said nearly the same, else None.
-
-    `survivor` also inherits what the optimizer remembers.
-    """
-
-    neuron: int
-    survivor: int | None
-
-
-@dataclass(frozen=True)
 class Choice:
     """What goes in one group in one event, by number.
 
     width : neurons before
-    merges : those that go
+    merges : (neuron, survivor) of those that go; the survivor said nearly the same, and inherits
+        what the optimizer remembers; None: there is none
     changes : the relative change of what each reader puts out
     folds : for each reader [gone, kept + 1]: what stands for each neuron, the constant last
     """
 
     width: int
-    merges: tuple[Merge, ...]
+    merges: Merges
     changes: tuple[float, ...]
     folds: tuple[Fold, ...] = field(repr=False)
 
     @property
     def gone(self) -> NDArray[np.int64]:
-        return np.array([merge.neuron for merge in self.merges], np.int64)
+        return np.array([neuron for neuron, _ in self.merges], np.int64)
 
     @property
     def kept(self) -> NDArray[np.int64]:
@@ -349,7 +341,7 @@ def _attempt(readers: Sequence[Reader], gone: NDArray[np.int64]) -> Choice:
     heirs = np.stack([heir for _, heir in fits])
     same = (heirs == heirs[0]).all(axis=0)
     merges = tuple(
-        Merge(int(j), int(heir) if agreed and heir >= 0 else None)
+        (int(j), int(heir) if agreed and heir >= 0 else None)
         for j, heir, agreed in zip(gone, heirs[0], same, strict=True)
     )
     return Choice(width, merges, changes, tuple(fold for fold, _ in fits))
@@ -370,10 +362,10 @@ def fold(
     return left, np.asarray(bias, np.float64) + gone.sum(axis=0) @ stands[:, -1]
 
 
-def scales(rows: Floats, pairs: Sequence[tuple[int, int | None]]) -> list[Scale]:
+def scales(rows: Floats, merges: Merges) -> list[Scale]:
     """Return c of each merge for one layer, whose neurons have incoming weights [n, inputs]."""
     scales_found = []
-    for neuron, survivor in pairs:
+    for neuron, survivor in merges:
         if survivor is None:
             continue
         length = float(rows[survivor] @ rows[survivor])

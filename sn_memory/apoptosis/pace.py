@@ -34,7 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .groups import SAMPLES, Group, Seen, Site, most_alike
-from .merge import Choice, Reader, choose
+from .merge import Choice, Merges, Reader, choose
 
 StateShapes = Iterable[tuple[str, Sequence[int]]]
 
@@ -67,8 +67,8 @@ class Ranks:
 
     def sums(self, values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
         """Return arrays of one dtype summed over ranks; one message for all of them."""
-        if self.size == 1 or not values:
-            return list(values)
+        if not values:
+            return []
         flat = self._sum(np.concatenate([np.ravel(value) for value in values]))
         parts = np.split(flat, np.cumsum([value.size for value in values])[:-1])
         return [part.reshape(value.shape) for part, value in zip(parts, values, strict=True)]
@@ -85,8 +85,6 @@ class Ranks:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks."""
-        if self.size == 1:
-            return list(values)
         # As bytes, which are all that `_gather` carries.
         mine = np.frombuffer(np.array(values, np.float64).tobytes(), np.uint8)
         every = [np.frombuffer(row.tobytes(), np.float64) for row in self._gather(mine)]
@@ -103,8 +101,6 @@ class Ranks:
 
     def require_same(self, what: str, text: str) -> None:
         """Raise AgreementError on every rank unless all gave the same text."""
-        if self.size == 1:
-            return
         mine = hashlib.sha256(text.encode()).digest()
         every = [row.tobytes() for row in self._gather(np.frombuffer(mine, np.uint8))]
         ours = [rank for rank, other in enumerate(every) if other == mine]
@@ -163,15 +159,14 @@ class Merged:
     group: str
     before: int
     after: int
-    pairs: tuple[tuple[int, int | None], ...]
+    pairs: Merges
     changes: Mapping[str, float]
 
 
 def merged(group: Group, choice: Choice) -> Merged:
     """Return the record of one choice that was carried out."""
-    pairs = tuple((merge.neuron, merge.survivor) for merge in choice.merges)
     changes = {s.weight: c for s, c in zip(group.sites, choice.changes, strict=True)}
-    return Merged(group.name, choice.width, len(choice.kept), pairs, changes)
+    return Merged(group.name, choice.width, len(choice.kept), choice.merges, changes)
 
 
 @dataclass(frozen=True)
@@ -191,9 +186,6 @@ class Event:
 
     def __bool__(self) -> bool:
         return bool(self.merged)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 # The most of a layer's neurons that may go in one event.
@@ -444,7 +436,7 @@ class BaseApoptosis(ABC):
         record = {
             "format": FORMAT,
             **self._write(path),
-            "events": [event.to_json() for event in self.events if event],
+            "events": [asdict(event) for event in self.events],
         }
         path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -37,8 +37,8 @@ class MeasuredPlan:
     seconds, baseline_seconds : what was timed without the plan (torch: a step; TensorFlow: the
         forward pass of all layers), and with what the reruns cost on top.
     peak_op : the op that holds the most at the peak
-    courses : of how many random courses of the step the peak is the largest; 1 for a model whose
-        course does not depend on random numbers.
+    runs : of how many runs of the step the peak is the largest, by samples and random seeds; 1 for
+        a model whose ops do not depend on random numbers.
     """
 
     choices: tuple[Choice, ...]
@@ -48,10 +48,10 @@ class MeasuredPlan:
     seconds: float
     baseline_seconds: float
     peak_op: str
-    courses: int = 1
+    runs: int = 1
 
     def __repr__(self) -> str:
-        of = "" if self.courses == 1 else f", the peak is that of the largest of {self.courses}"
+        of = "" if self.runs == 1 else f", the peak is that of the largest of {self.runs}"
         return "\n".join(
             (
                 f"Plan by measured steps{of}",
@@ -150,14 +150,14 @@ def measured_plan(
     *,
     budget_bytes: int,
     baseline_seconds: float,
-    courses: int = 1,
+    runs: int = 1,
 ) -> MeasuredPlan:
     """Return the plan in which the parts of `rerun` run again.
 
     parts : all that could be chosen
     best, baseline : the step with the plan, and without
     baseline_seconds : of what was timed without the plan
-    courses : see MeasuredPlan
+    runs : see MeasuredPlan
     """
     # By id, as two may have one name: a layer that is called twice.
     chosen = {id(part) for part in rerun}
@@ -177,7 +177,7 @@ def measured_plan(
         seconds=baseline_seconds + sum(part.seconds for part in rerun),
         baseline_seconds=baseline_seconds,
         peak_op=best.peak_op,
-        courses=courses,
+        runs=runs,
     )
 
 

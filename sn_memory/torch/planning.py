@@ -330,10 +330,10 @@ class PlanOptions:
             earlier_bytes=earlier_bytes,
             safely=safely,
         )
-        if step.plan.courses > 1 and not safely:
+        if step.plan.runs > 1 and not safely:
             warn(
                 f"what {type(model).__name__} runs depends on random numbers. The budget holds for "
-                f"the largest of {step.plan.courses} steps that were tried; a step that is rarer "
+                f"the largest of {step.plan.runs} steps that were tried; a step that is rarer "
                 "may hold more. Leave room for it.",
             )
         return step

@@ -33,7 +33,7 @@ BANNED = {
         *("looked_at", "made_up", "menu", "no_chance", "operate", "owed", "put_off", "rehearsal"),
         *("rehearsed", "resting", "say", "set_chance", "speaking", "stand_for", "taken_apart"),
         *("tell", "underway", "aside", "it", "found", "made", "each", "there", "told", "said"),
-        *("came", "begun", "beside"),
+        *("came", "begun", "beside", "Course", "course", "courses"),
     ),
 }
 

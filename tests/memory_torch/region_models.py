@@ -1,4 +1,4 @@
-"""Models whose course depends on values, planned by regions, and steps that are watched."""
+"""Models whose control flow depends on values, planned by regions, and steps that are watched."""
 
 import random
 import warnings

@@ -151,7 +151,7 @@ def test_memory_really_falls_by_what_is_predicted():
     plain_held, plain_peak = peak()
     with compress_activations(model, bits=2) as compressed:
         held, compressed_peak = peak()
-    saving = compressed.saved.saving_bytes
+    saving = compressed.saved.plain_bytes - compressed.saved.compressed_bytes
     assert saving > 0.8 * compressed.saved.plain_bytes
     assert plain_held - held >= 0.85 * saving
     # Backward needs one or two plain tensors of the size of a layer's, which are transient.
@@ -295,8 +295,8 @@ def test_gradients_are_near_to_those_of_the_plain_model(make, bits, ratio, most)
 def test_too_many_escapes_keep_the_tensor_and_then_for_good(modules_take_long):
     model, x = shared(), torch.randn(256, 64)
     x[::8] = float("nan")
-    with compress_activations(model, bits=2, overflow_limit=2) as compressed:
-        for sample in (x, x, torch.randn(256, 64)):
+    with compress_activations(model, bits=2) as compressed:
+        for sample in (x, x, x, torch.randn(256, 64)):
             model(sample).sum().backward()
             assert compressed.saved.ratio == 1
         keys = [row.key for row in compressed.controller.rows()]
@@ -329,16 +329,15 @@ def test_error_is_kept_to_by_the_bits_chosen(name):
 
 
 def test_the_papers_form_trains_too():
-    model, layers = net(), set()
+    model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    for theory in ("exact", "paper"):
-        with compress_activations(
-            model, error=0.05, optimizer=optimizer, form="paper", theory=theory, every=2
-        ) as compressed:
-            train(model, 6, optimizer)
-            compressed.measure(lambda: loss_of(model), repeats=4)
-        assert compressed.saved.ratio > 4
-        layers |= {row.key for row in compressed.controller.rows() if row.measured_sd > 0}
+    with compress_activations(
+        model, error=0.05, optimizer=optimizer, form="paper", every=2
+    ) as compressed:
+        train(model, 6, optimizer)
+        compressed.measure(lambda: loss_of(model), repeats=4)
+    assert compressed.saved.ratio > 4
+    layers = {row.key for row in compressed.controller.rows() if row.measured_sd > 0}
     assert layers >= {"conv2/conv2d/0", "fc/linear/0"}
 
 

@@ -17,7 +17,7 @@ from sn_memory.torch import TraceError, estimate
 
 ROOT = Path(__file__).resolve().parents[2]
 
-# Planned by regions or modules: their course depends on values, or they raise under fake tensors.
+# Planned by regions or modules: values decide what runs, or they raise under fake tensors.
 BY_PARTS = {
     "wav2vec2": "depend on values",
     "GAT": "nonzero",

@@ -61,7 +61,7 @@ def test_steps_after_planning_keep_the_budget(draws):
     assert all(map(torch.equal, before[:2], chance(model)[:2]))
     assert before[2:] == chance(model)[2:]
     found = planned.sn_memory.plan
-    assert found.courses == 32
+    assert found.runs == 32
     assert "largest of 32" in repr(found)
     if draws != "its own":
         return
@@ -73,7 +73,7 @@ def test_steps_after_planning_keep_the_budget(draws):
     assert max(peak_of(model, x) for _ in range(12)) > min(peaks)
 
 
-def test_a_course_that_does_not_change_is_measured_once():
+def test_a_path_that_does_not_change_is_measured_once():
     """It looks at a value and draws, but always runs the same."""
 
     def forward(self, x):
@@ -82,4 +82,4 @@ def test_a_course_that_does_not_change_is_measured_once():
     layers = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 64))
     model = module_of(forward, layers=layers)
     planned = plan(model, torch.randn(256, 64), "100%", backend="modules")
-    assert planned.sn_memory.plan.courses == 1
+    assert planned.sn_memory.plan.runs == 1

@@ -1,4 +1,4 @@
-"""Models whose course depends on values: their parts planned by ops, together within one budget."""
+"""Models in which values decide what runs: their parts planned by ops, within one budget."""
 
 import copy
 import itertools
@@ -120,7 +120,7 @@ def test_more_calls_than_the_sample_had_take_leaner_plans():
     assert kept[0]
     assert kept[3:] == [True] * 3
     assert twin.sn_memory.plan.leaner_steps >= 1
-    assert "another course" in repr(twin.sn_memory.plan)
+    assert "another path" in repr(twin.sn_memory.plan)
 
 
 def test_passes_that_are_thrown_away_and_evaluation_between():
@@ -238,7 +238,7 @@ def ladder(generator):
     kept = sorted(generator.sample(range(1, 60), 3), reverse=True)
     cost = sorted(generator.sample(range(1, 30), 2))
     return [
-        RegionPlan(None, size, size + 5, size + generator.randrange(20), extra, "")
+        RegionPlan(None, size, size + 5, size + generator.randrange(20), extra)
         for size, extra in zip(kept, [0, *cost], strict=True)
     ]
 
@@ -266,8 +266,8 @@ def test_choices_are_near_the_best_and_above_the_bound(seed):
 
 def test_a_moment_that_nothing_makes_lower_leaves_the_others_to_be():
     """What is simulated of it may be more than it takes, and the rest is what can be given."""
-    plans = [RegionPlan(None, kept, kept, kept, extra, "") for kept, extra in ((60, 0), (5, 1))]
-    stays = [RegionPlan(None, 0, 0, 0, 0.0, "")]
+    plans = [RegionPlan(None, kept, kept, kept, extra) for kept, extra in ((60, 0), (5, 1))]
+    stays = [RegionPlan(None, 0, 0, 0, 0.0)]
     for outside, first, budgets in (
         ([0, 0, 90, 0, 0], [0, 1], (50,)),
         # The same whatever was asked for: what an error names as the least is found with it.

@@ -144,7 +144,7 @@ def test_half_of_the_layers_left_out():
         plain.append(most)
         peaks.append(peak)
     assert max(plain) > budget
-    # In sixteen courses six of the layers ran at most. Of a course with other layers than those
+    # In sixteen runs six of the layers ran at most. Of a run with other layers than those
     # planned for not all is known ahead (decision 92).
     assert max(peaks) <= 1.06 * budget
     assert sum(peak > budget for peak in peaks) <= 4

@@ -1,4 +1,4 @@
-"""Plans of regions on two ranks, whose courses differ from step to step and between the ranks."""
+"""Plans of regions on two ranks, whose paths differ from step to step and between the ranks."""
 
 import json
 
@@ -86,6 +86,6 @@ def test_under_ddp_steps_are_those_of_the_model(replicas, way):
 
 
 @pytest.mark.slow
-def test_ranks_take_courses_of_their_own(replicas):
+def test_ranks_take_paths_of_their_own(replicas):
     first, second = (found["drops"][0]["peaks"] for found in replicas)
     assert first != second

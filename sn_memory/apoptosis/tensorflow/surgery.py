@@ -112,20 +112,15 @@ def _activation(walk: Walk, node: Any) -> Tag | None:
 
 
 def _two_sided(walk: Walk, node: Any) -> Tag | None:
-    tags = [walk.tag(used) for used in node.input_tensors]
-    if not any(tags):
+    held = [walk.tag(used) for used in node.input_tensors]
+    tags = [tag for tag in held if tag is not None]
+    if not tags:
         return None
     # Broadcast channels would be one neuron on one side and all on the other.
-    if len({used.shape for used in node.input_tensors}) > 1 or len({_place(t) for t in tags}) > 1:
+    alike = len({used.shape for used in node.input_tensors}) == 1 and len(tags) == len(held)
+    if not alike or not all(map(tags[0].lies_as, tags)):
         raise Refusal(f"{kind_of(node.operation)} with a value of other channels")
-    first, *others = [tag for tag in tags if tag is not None]
-    for other in others:
-        walk.join(first, other)
-    return first
-
-
-def _place(tag: Tag | None) -> tuple[int, int] | None:
-    return None if tag is None else (tag.axis, tag.places)
+    return walk.join(*tags)
 
 
 def _pool(walk: Walk, node: Any) -> Tag | None:
@@ -312,12 +307,11 @@ def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
     calls: dict[str, list[str]] = {}
     for piece in group.slices:
         calls.setdefault(piece.call, []).append(piece.name)
-    pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
     for names in calls.values():
         held = [pruner.variable(name) for name in names]
         trained = [np.asarray(one.numpy(), np.float64) for one in held if one.trainable]
         rows = [np.moveaxis(value, -1, 0).reshape(choice.width, -1) for value in trained]
-        merges = scales(np.concatenate(rows, axis=1), pairs) if rows else []
+        merges = scales(np.concatenate(rows, axis=1), choice.merges) if rows else []
         for one in held:
             for key, state in pruner.state(one):
                 if tuple(state.shape) != tuple(one.shape):

@@ -128,9 +128,7 @@ def _attention(walk: Walk, node: fx.Node) -> Tag | None:
     mask = arguments[3] if len(arguments) > 3 else None
     if mask is not None and not is_one_for_all(parts[0], first, mask):
         raise Refusal("attention with a mask for each head")
-    for other in others:
-        walk.join(first, other)
-    return first
+    return walk.join(first, *others)
 
 
 def _matmul(walk: Walk, node: fx.Node) -> Tag | None:
@@ -140,11 +138,10 @@ def _matmul(walk: Walk, node: fx.Node) -> Tag | None:
     if left is None and right is None:
         return None
     ranks = {len(shape(part)) for part in (*arguments[:2], node)}
-    same = left and right and (left.axis, left.places) == (right.axis, right.places)
     # Not on the last two axes: those are multiplied, and mix.
-    if left and right and same and len(ranks) == 1 and left.axis < min(ranks) - 2:
-        walk.join(left, right)
-        return left
+    outer = left is not None and len(ranks) == 1 and left.axis < min(ranks) - 2
+    if left and right and outer and left.lies_as(right):
+        return walk.join(left, right)
     raise Refusal("matmul along the channels, or with a value of other channels")
 
 
@@ -196,12 +193,6 @@ def _glu(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
     """One half times a function of the other."""
     if _axis(node, 1, -1) == tag.axis:
         walk.cut(tag, 2)
-    return tag
-
-
-@of_channels
-def _one(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
-    """One value of a list."""
     return tag
 
 
@@ -270,10 +261,8 @@ def _two_sided(walk: Walk, node: fx.Node) -> Tag | None:
         return left
     if right and left is None and is_one_for_all(second, right, first):
         return right
-    same = shape(first) == shape(second)
-    if left and right and same and (left.axis, left.places) == (right.axis, right.places):
-        walk.join(left, right)
-        return left
+    if left and right and shape(first) == shape(second) and left.lies_as(right):
+        return walk.join(left, right)
     raise Refusal(f"{_name(node)} with a value of other channels")
 
 
@@ -414,7 +403,7 @@ _RULES: dict[str, Rule] = {
     "masked_fill": _masked,
     **dict.fromkeys(("chunk", "split", "split_with_sizes"), _split),
     "glu": _glu,
-    "getitem": _one,
+    "getitem": _elementwise,  # one value of a list, which holds the channels as the list does
     **dict.fromkeys(("unbind", "select"), _without),
     **dict.fromkeys(("transpose", "permute", "t", "numpy_T"), _move),
     **dict.fromkeys(_ELEMENTWISE, _elementwise),

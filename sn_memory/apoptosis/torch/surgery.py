@@ -109,10 +109,6 @@ class Pruner:
             if old in self.optimizer.state:
                 self.optimizer.state[new] = self.optimizer.state.pop(old)
 
-    def count(self, owner: str, name: str, value: int) -> None:
-        """Let a module know its number of heads, or of their channels."""
-        setattr(self.model.get_submodule(owner), name, value)
-
     def state(self, name: str) -> dict[str, Any]:
         value = self.value(name)
         return dict(self.optimizer.state[value]) if value in self.optimizer.state else {}
@@ -166,7 +162,7 @@ def reshape(
             pruner.replace(name, new, {} if unknown_state(new.shape, states) else state)
     for name, value in counts.items():
         owner, _, last = name.rpartition(".")
-        pruner.count(owner, last, value)
+        setattr(model.get_submodule(owner), last, value)
     if optimizer is not None:
         pruner.renew()
 
@@ -174,7 +170,6 @@ def reshape(
 def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
     """Shrink one group as was chosen."""
     kept = torch.as_tensor(choice.kept, device="cpu")  # whatever the default is
-    pairs = [(merge.neuron, merge.survivor) for merge in choice.merges]
     for place, site in enumerate(group.sites):
         _read_less(pruner, site, choice, place, kept)
     calls: dict[tuple[str, int], list[Slice]] = {}
@@ -182,18 +177,12 @@ def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
     for piece in sorted(group.slices, key=lambda piece: -piece.start):
         calls.setdefault((piece.call, piece.start), []).append(piece)
     for pieces in calls.values():
-        _make_less(pruner, pieces, choice, kept, pairs)
+        _make_less(pruner, pieces, choice, kept)
     for owner, name, channels in list(counts_of(pruner.model, group)):
-        pruner.count(owner, name, channels * len(kept))
+        setattr(pruner.model.get_submodule(owner), name, channels * len(kept))
 
 
-def _make_less(
-    pruner: Pruner,
-    pieces: list[Slice],
-    choice: Choice,
-    kept: torch.Tensor,
-    pairs: list[tuple[int, int | None]],
-) -> None:
+def _make_less(pruner: Pruner, pieces: list[Slice], choice: Choice, kept: torch.Tensor) -> None:
     """Shrink what one call makes of a group: weight and bias, or all that a norm has."""
     width = choice.width
     held = [pruner.value(piece.name) for piece in pieces]
@@ -203,7 +192,7 @@ def _make_less(
         for value, span in zip(held, spans, strict=True)
         if isinstance(value, nn.Parameter)
     ]
-    merges = scales(_incoming(trained, width), pairs) if trained else []
+    merges = scales(_incoming(trained, width), choice.merges) if trained else []
     for piece, value, span in zip(pieces, held, spans, strict=True):
         mine = span.start + _rows(kept, piece.places)
         every = torch.arange(len(value), device="cpu")

@@ -72,7 +72,7 @@ def compress_activations(
     seed, threads
         Of the codec.
     settings
-        Further ones of Controller: every, start_bits, nonlinear_bits, theory ...
+        Further ones of Controller: every, start_bits, nonlinear_bits ...
 
     Returns
     -------
@@ -495,7 +495,6 @@ class CompressedActivations:
         channels = 1 if op.name.startswith("conv") else len(shape) - 1
         about = {
             "outputs": shape[channels],
-            "terms": result.numel() // max(shape[channels], 1),
             "coverage": coverage_of(op, result, weight),
         }
 
@@ -504,10 +503,7 @@ class CompressedActivations:
         def arrived(gradient: torch.Tensor) -> None:
             exact = gradient.detach().float()
             for key in keys:
-                self._gathered[key] = about | {
-                    "energy": float(exact.square().sum()),
-                    "mean": float(exact.abs().mean()),
-                }
+                self._gathered[key] = about | {"energy": float(exact.square().sum())}
                 self._weights[key] = weight
 
         def magnitude(gradient: torch.Tensor) -> None:

@@ -532,15 +532,14 @@ class Pass(TorchFunctionMode):
         self, tensor: torch.Tensor, call: Call, key: str, memory: _Memory, kind: LossyTreatment
     ) -> Kept:
         bits = self.controller.bits(key, kind=kind)
-        tolerance, form = self.controller.tolerance(key), "fixed"
+        tolerance = None
         if self.compressor.form == "paper" and kind == "linear":
-            exact = self.controller.theory == "exact"
-            tolerance = self.controller.exact_tolerance(key) if exact else tolerance
-            # Before the first refresh there is no tolerance, which the fixed form does not need.
-            form = "paper" if 2.0**-100 <= tolerance <= 2.0**100 else "fixed"
+            tolerance = self.controller.tolerance(key)
+            # Before the first refresh there is none: the fixed form, which needs none.
+            tolerance = tolerance if 2.0**-100 <= tolerance <= 2.0**100 else None
         where = _where(tensor)
         n, group = tensor.numel(), memory.groups.setdefault(where, key)
-        if bits is None or tolerance < 2.0**-100:
+        if bits is None:
             memory.exact = True
             if not self.controller.knows(key):
                 self.controller.observe(key, n=n, bits=None, variance=0.0, kind=kind, group=group)
@@ -552,7 +551,7 @@ class Pass(TorchFunctionMode):
         if kept is None or kept.bits < bits or (rows is not None and not kept.by_rows):
             look = self.watch is not None or not self.controller.knows(key)
             view = (dense, ()) if call.by_images and kind == "linear" else rows
-            kept = self.compressor.rounded(dense, bits, tolerance, form, look=look, rows=view)
+            kept = self.compressor.rounded(dense, bits, tolerance, look=look, rows=view)
             if not kept.fits:
                 memory.exact = True
                 self.controller.overflowed(key)

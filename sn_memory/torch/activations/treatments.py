@@ -287,16 +287,16 @@ class OnHost:
     by_rows = False
 
     def __init__(
-        self, values: torch.Tensor, bits: int, bound: float, key: tuple[int, int], threads: int,
-        run: int, *, look: bool,
+        self, values: torch.Tensor, bits: int, key: tuple[int, int], threads: int, run: int, *,
+        look: bool,
     ) -> None:  # fmt: skip
         n = values.numel()
         self.bits, self._run, self._threads = bits, run, threads
         self._groups, width = groups.Parts(n, bits, packing.GROUP, run).at(n)
         self._memory = torch.empty(6 * self._groups + width, dtype=torch.uint8)
         kept = groups.pack(
-            packing.as_numpy(values), bits, packing.GROUP, bound, key, threads, self._grids(), run,
-            look,
+            packing.as_numpy(values), bits, packing.GROUP, math.inf, key, threads, self._grids(),
+            run, look,
         )  # fmt: skip
         # Elements that escape the grids, as they are, with their places.
         self._lost = (torch.tensor(kept.at), torch.tensor(kept.values)) if kept.at.size else None
@@ -453,41 +453,40 @@ class Compressor:
     drawn: int = 0
 
     def rounded(
-        self, tensor: torch.Tensor, bits: int, tolerance: float, form: str, *,
+        self, tensor: torch.Tensor, bits: int, tolerance: float | None, *,
         look: bool, rows: tuple[torch.Tensor, tuple[int, ...]] | None = None,
     ) -> Lossy:  # fmt: skip
         """Return the values in these bits.
 
+        tolerance : of the paper's form; None: the fixed one
         look : whether statistics are wanted
         rows : a view of the tensor, and the axes of it over which it is normalized; none of them if
             it is unpacked by images
         """
         if rows is None:
-            return self._packed(flat(tensor), 0, bits, tolerance, form, look=look)
+            return self._packed(flat(tensor), 0, bits, tolerance, look=look)
         run = run_in_row(*rows) if rows[1] else 0
         if rows[1] and (
             run >= _LEAST_RUN or run == math.prod(rows[0].shape[axis] for axis in rows[1])
         ):
-            kept = self._packed(flat(tensor), run, bits, tolerance, "fixed", look=look)
+            kept = self._packed(flat(tensor), run, bits, None, look=look)
             kept.by_rows = True
             return kept
-        form = "fixed" if rows[1] else form
-        return Turned(
-            *rows, lambda part, run: self._packed(part, run, bits, tolerance, form, look=look)
-        )
+        tolerance = None if rows[1] else tolerance
+        return Turned(*rows, lambda part, run: self._packed(part, run, bits, tolerance, look=look))
 
     def _packed(
-        self, values: torch.Tensor, run: int, bits: int, tolerance: float, form: str, *, look: bool
+        self, values: torch.Tensor, run: int, bits: int, tolerance: float | None, *, look: bool
     ) -> Lossy:
         """Return values, in the order of their axes, in runs in these bits."""
         step = self.drawn
         self.drawn += 1
-        if form == "paper":
+        if tolerance is not None:
             codec = named_codec("bounded", bound=tolerance, form="paper", measure=False)
             return Coded(values.reshape(-1), bits, codec)
         key = groups.keys(self.seed, step)
         if values.device.type == "cpu":
-            return OnHost(values, bits, tolerance, key, self.threads, run, look=look)
+            return OnHost(values, bits, key, self.threads, run, look=look)
         return OnDevice(values.reshape(-1), bits, key, run, look=look)
 
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:

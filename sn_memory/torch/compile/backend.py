@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -368,9 +367,8 @@ def _read(path: Path | None) -> CompiledPlan | None:
     try:
         data = json.loads(path.read_text())
         choices = tuple(Choice(**choice) for choice in data.pop("choices"))
-        share, solver = data.pop("setting") or (None, "")
-        setting = None if share is None else Setting(float(share), str(solver))
-        return CompiledPlan(choices, setting=setting, **data)
+        setting = data.pop("setting")
+        return CompiledPlan(choices, setting=setting and Setting(*setting), **data)
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.info("the plan stored in %s cannot be read (%s); it is computed again", path, error)
         return None
@@ -379,14 +377,13 @@ def _read(path: Path | None) -> CompiledPlan | None:
 def _write(path: Path | None, plan: CompiledPlan) -> None:
     if path is None:
         return
+    # Written to another file and renamed, as other processes may read it now.
+    part = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Written to another file and renamed, as other processes may read it now.
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "w") as file:
-            json.dump(asdict(plan), file)
-        Path(name).replace(path)
+        part.write_text(json.dumps(asdict(plan)))
+        part.replace(path)
     except OSError as error:
         log.info("the plan cannot be stored: %s", error)
-        with suppress(OSError, UnboundLocalError):
-            Path(name).unlink()
+        with suppress(OSError):
+            part.unlink()

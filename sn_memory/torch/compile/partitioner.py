@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import importlib.util
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -35,8 +34,8 @@ with warnings.catch_warnings():
 # What a back end of torch.compile returns: called with the inputs, it returns a list of outputs.
 Run = Callable[..., Any]
 
-# `ilp` needs SciPy, and is often the better one (benchmarks/compiled_peaks.py).
-SOLVERS = (*(("ilp",) if importlib.util.find_spec("scipy") else ()), "dp", "greedy")
+# `ilp` is often the better one (benchmarks/compiled_peaks.py).
+SOLVERS = ("ilp", "dp", "greedy")
 
 
 @dataclass(frozen=True)

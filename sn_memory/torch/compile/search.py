@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -162,59 +162,39 @@ class Search:
     def within(self, allowed: int) -> list[Candidate]:
         """Return candidates that keep a budget, each partition once."""
         kept: dict[int, Candidate] = {}
-        for setting in self.settings(allowed):
-            candidate = self.candidate(setting, allowed)
-            if candidate is not None and self.peak_bytes(candidate) <= allowed:
-                kept[id(candidate)] = candidate
-            if kept and _is_late():
-                break
-        return list(kept.values())
 
-    def settings(self, allowed: int) -> Iterator[Setting]:
-        """Yield the settings to try for a budget, which depend on the results of earlier ones."""
+        def keeps(share: float, solver: str) -> bool:
+            if kept and _is_late():
+                return False
+            candidate = self.candidate(Setting(share, solver), allowed)
+            if candidate is None or self.peak_bytes(candidate) > allowed:
+                return False
+            kept[id(candidate)] = candidate
+            return True
+
+        def largest_of_grid(solver: str) -> float:
+            return max((share for share in _GRID if keeps(share, solver)), default=0.0)
+
+        def largest_between(solver: str, low: float, high: float) -> float:
+            for _ in range(_HALVED):
+                middle = (low + high) / 2
+                low, high = (middle, high) if keeps(middle, solver) else (low, middle)
+            return low
+
         first, *more = SOLVERS
-        best = yield from self._spread(first, allowed)
+        best = largest_of_grid(first)
         if best:
             higher = min((share for share in _GRID if share > best), default=1.0)
-            best = yield from self._halved(first, best, higher, allowed)
+            best = largest_between(first, best, higher)
         for solver in more:
             if best:
-                low, high = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
-                yield from self._halved(solver, low, high, allowed)
+                near = max(0.0, best - _NEAR_SHARE), min(1.0, best + _NEAR_SHARE)
+                largest_between(solver, *near)
             else:
-                best = yield from self._spread(solver, allowed)
+                best = largest_of_grid(solver)
         if not best:
-            for share in _LAST_SHARES:
-                yield Setting(share, first)
-                if self._keeps(Setting(share, first), allowed):
-                    return
-
-    def _spread(self, solver: str, allowed: int) -> Generator[Setting, None, float]:
-        """Yield settings of the grid; return the largest share that keeps the budget."""
-        best = 0.0
-        for share in _GRID:
-            setting = Setting(share, solver)
-            yield setting
-            if self._keeps(setting, allowed):
-                best = max(best, share)
-        return best
-
-    def _halved(
-        self, solver: str, low: float, high: float, allowed: int
-    ) -> Generator[Setting, None, float]:
-        """Yield settings between two shares; return the largest share that keeps the budget."""
-        for _ in range(_HALVED):
-            setting = Setting((low + high) / 2, solver)
-            yield setting
-            if self._keeps(setting, allowed):
-                low = setting.share
-            else:
-                high = setting.share
-        return low
-
-    def _keeps(self, setting: Setting, allowed: int) -> bool:
-        candidate = self.candidate(setting, allowed)
-        return candidate is not None and self.peak_bytes(candidate) <= allowed
+            any(keeps(share, first) for share in _LAST_SHARES)
+        return list(kept.values())
 
     def candidate(self, setting: Setting, allowed: int) -> Candidate | None:
         """Return the partition of a setting, measured once if several settings have it.

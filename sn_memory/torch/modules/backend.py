@@ -33,9 +33,9 @@ from .rerun import Input, Unit, rerunning
 
 # Modules are cut into units no deeper than this: deeper ones are mostly single ops.
 _DEPTH = 3
-# If what runs depends on random numbers: how many courses are probed, and on how many of them,
+# If what runs depends on random numbers: with how many seeds it is probed, and with how many,
 # those that save most, each choice is measured.
-_COURSES, _MEASURED = 32, 4
+_SEEDS, _MEASURED = 32, 4
 # A safe cut is chosen before it is measured, so that more depths cost nothing: blocks lie this deep
 # in a model that adapters and a loss are wrapped around.
 _SAFE_DEPTH = 6
@@ -61,43 +61,40 @@ class Search:
 
     def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:
         self.model, self.arguments, self.resident_bytes = model, arguments, resident_bytes
-        # Seeds of the courses that each choice is measured on, and of all; None leaves generators
-        # as they are.
-        self.courses: list[int | None] = [None]
-        self.all_courses: list[int | None] = [None]
+        # Those that each choice is measured with, and all; None leaves generators as they are.
+        self.seeds: list[int | None] = [None]
+        self.all_seeds: list[int | None] = [None]
         probe = Probe(model, arguments)
         # Ranks that share parameters decide alike here and below, as a rerun may be a collective.
         if most(model, [float(probe.by_chance)])[0]:
-            self._probe_courses(probe)
+            self._probe_seeds(probe)
         probe.agree()
-        self.behaviour, self.changed = probe.behaviour, probe.changed
-        self.changes_inputs, self.written = probe.changes_inputs, probe.written
-        self.sets, self.reads = probe.sets, probe.reads
+        self.probe, self.behaviour = probe, probe.behaviour
 
-    def _probe_courses(self, probe: Probe) -> None:
-        """Join probes of many courses to this one; note the courses, largest first."""
+    def _probe_seeds(self, probe: Probe) -> None:
+        """Join probes with many seeds to this one; note the seeds, largest first."""
         saved: dict[int, int] = {}
         seen = set()
-        for course in range(_COURSES):
-            other = Probe(self.model, self.arguments, partial(seed, self.model, course))
-            saved[course] = int(most(self.model, [other.saved_bytes])[0])
-            seen.add(saved[course])
+        for number in range(_SEEDS):
+            other = Probe(self.model, self.arguments, partial(seed, self.model, number))
+            saved[number] = int(most(self.model, [other.saved_bytes])[0])
+            seen.add(saved[number])
             probe.join(other)
         if len(seen) > 1:
-            self.all_courses = [*sorted(saved, key=saved.__getitem__, reverse=True)]
-            self.courses = self.all_courses[:_MEASURED]
+            self.all_seeds = [*sorted(saved, key=saved.__getitem__, reverse=True)]
+            self.seeds = self.all_seeds[:_MEASURED]
 
     def plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
         while True:
             plan, again = self._plan(budget)
-            # The peak that is promised was measured on all courses: if the choice breaks the budget
-            # in one, choices are measured on that, too.
-            unmeasured = [course for course in self.all_courses if course not in self.courses]
-            peaks = {course: self._measured_on(course, again).peak_bytes for course in unmeasured}
-            largest = max(peaks, key=lambda course: peaks[course], default=None)
+            # The peak that is promised was measured with all seeds: if the choice breaks the budget
+            # with one, choices are measured with that, too.
+            unmeasured = [number for number in self.all_seeds if number not in self.seeds]
+            peaks = {number: self._measured_with(number, again).peak_bytes for number in unmeasured}
+            largest = max(peaks, key=lambda number: peaks[number], default=None)
             if largest is None or peaks[largest] <= plan.budget_bytes:
                 return replace(plan, peak_bytes=max(plan.peak_bytes, *peaks.values(), 0)), again
-            self.courses.append(largest)
+            self.seeds.append(largest)
 
     def _plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
         baseline = self.measured([])
@@ -121,7 +118,7 @@ class Search:
             baseline,
             budget_bytes=budget_bytes,
             baseline_seconds=baseline.seconds,
-            courses=len(self.all_courses),
+            runs=len(self.all_seeds),
         )
         return plan, again
 
@@ -133,7 +130,7 @@ class Search:
         """
         budget_bytes = -int(most(self.model, [-budget_bytes])[0])
         best: tuple[list[Unit], Measured] | None = None
-        for units in self.safe_cuts():
+        for units in sorted(self.cuts(_SAFE_DEPTH), key=self.expected) or [[]]:
             try:
                 units, step = self.without_overwritten(units)
             except torch.OutOfMemoryError:
@@ -147,15 +144,12 @@ class Search:
                 "a step of the model does not fit into memory, whichever modules run again"
             )
         units, step = best
-        again = self.as_room_allows(units, budget_bytes - step.peak_bytes)
-        if len(again) < len(units):
-            kept = None
+        again, fewer = units, self.as_room_allows(units, budget_bytes - step.peak_bytes)
+        if len(fewer) < len(units):
             with suppress(torch.OutOfMemoryError):
-                kept = self.measured(again)
-            if kept is not None and kept.peak_bytes <= budget_bytes:
-                step = kept
-            else:
-                again = units
+                kept = self.measured(fewer)
+                if kept.peak_bytes <= budget_bytes:
+                    step, again = kept, fewer
         self.waiting_bytes = step.waiting_bytes(self.arguments)
         plan = measured_plan(
             units,
@@ -164,17 +158,14 @@ class Search:
             Measured({}, 0, "", 0.0),  # no step without a plan was run
             budget_bytes=budget_bytes,
             baseline_seconds=max(0.0, step.seconds - sum(unit.seconds for unit in again)),
-            courses=len(self.all_courses),
+            runs=len(self.all_seeds),
         )
         return plan, again
 
-    def safe_cuts(self) -> list[list[Unit]]:
-        """Return the cuts at all depths, the one with the smallest expected peak first."""
-        cuts: dict[tuple[str, ...], list[Unit]] = {}
-        for depth in range(1, _SAFE_DEPTH + 1):
-            units = list(self.units(depth))
-            cuts.setdefault(tuple(unit.name for unit in units), units)
-        return sorted((cut for cut in cuts.values() if cut), key=self.expected) or [[]]
+    def cuts(self, deepest: int) -> list[list[Unit]]:
+        """Return the cuts of the model at all depths, each once."""
+        cuts = (list(self.units(depth)) for depth in range(1, deepest + 1))
+        return [*{tuple(unit.name for unit in units): units for units in cuts if units}.values()]
 
     def expected(self, units: list[Unit]) -> int:
         """Return what is saved while one unit of a cut runs again, by what the probe saw."""
@@ -207,16 +198,10 @@ class Search:
     def cut(self, baseline: Measured, budget_bytes: int) -> tuple[list[Unit], Measured]:
         """Return the units with the smallest peak when all run again, and that step."""
         best: tuple[list[Unit], Measured] = ([], baseline)
-        if baseline.peak_bytes <= budget_bytes:
-            return best
-        seen: set[tuple[str, ...]] = set()
-        for depth in range(1, _DEPTH + 1):
-            units, step = self.without_overwritten(list(self.units(depth)))
-            names = tuple(unit.name for unit in units)
-            if units and names not in seen:
-                seen.add(names)
-                if step.peak_bytes < best[1].peak_bytes:
-                    best = (units, step)
+        for cut in self.cuts(_DEPTH) if baseline.peak_bytes > budget_bytes else ():
+            units, step = self.without_overwritten(cut)
+            if units and step.peak_bytes < best[1].peak_bytes:
+                best = (units, step)
         return best
 
     def without_overwritten(self, units: list[Unit]) -> tuple[list[Unit], Measured]:
@@ -244,15 +229,15 @@ class Search:
         for module in dict.fromkeys(below(self.model, depth)):
             does, inside = self.behaviour[module], set(module.modules())
             if does.saved_bytes:
-                changed = tuple(buffer for buffer in self.changed if buffer[0] in inside)
+                changed = tuple(buffer for buffer in self.probe.changed if buffer[0] in inside)
                 yield Unit(**vars(does), name=paths[module], changed=changed)
 
     def measured(self, again: Sequence[Unit]) -> Measured:
-        """Return the step of the largest peak, of the courses, with units run again."""
-        steps = [self._measured_on(course, again) for course in self.courses]
+        """Return the step of the largest peak, of all seeds, with units run again."""
+        steps = [self._measured_with(number, again) for number in self.seeds]
         return max(steps, key=lambda step: step.peak_bytes)
 
-    def _measured_on(self, course: int | None, again: Sequence[Unit]) -> Measured:
+    def _measured_with(self, number: int | None, again: Sequence[Unit]) -> Measured:
         """Run a step of the sample with units run again; put everything back."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -273,9 +258,12 @@ class Search:
             return outputs
 
         with restore_step(
-            self.model, self.arguments, inputs_too=self.changes_inputs, written=self.written
+            self.model,
+            self.arguments,
+            inputs_too=self.probe.changes_inputs,
+            written=self.probe.written,
         ):
-            seed(self.model, course)
+            seed(self.model, number)
             step = run_step(
                 forward,
                 self.model,
@@ -317,7 +305,7 @@ class ModuleStep(MeasuredStep):
         self._forward = type(model).forward
         search = Search(model, arguments, resident_bytes + earlier_bytes)
         # Values that the forward sets make no other kind of input; those it only reads do.
-        self.sets, self.reads = search.sets, search.reads
+        self.sets, self.reads = search.probe.sets, search.probe.reads
         if safely:
             self.plan, self._again = search.safe(parse_bytes(budget, whole=0))
         else:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import Any
@@ -58,8 +58,7 @@ class _Running:
     module: torch.nn.Module
     began: float
     effects: SideEffects
-    inputs: list[torch.Tensor]
-    input_memories: set[int]
+    inputs: dict[int, torch.Tensor]  # by their memories
     counted: dict[int, Any] = field(default_factory=dict)
 
 
@@ -92,17 +91,11 @@ class Probe:
         self._running: list[_Running] = []
         # With objects among the arguments, to be compared once more after the pass.
         self._received: list[tuple[torch.nn.Module, SideEffects]] = []
-        self._resident = {
-            piece.untyped_storage()._cdata
-            for tensor in (*model.parameters(), *model.buffers())
-            for piece in pieces(tensor)
-        }
+        self._resident = {*_by_memory((*model.parameters(), *model.buffers()))}
         args, kwargs = arguments
         entered = [(tensor, version_of(tensor)) for tensor in tensors(arguments)]
         # Storages that exist before the pass; those created in it, with the modules that ran then.
-        self._present = self._resident | {
-            piece.untyped_storage()._cdata for whole, _ in entered for piece in pieces(whole)
-        }
+        self._present = {*self._resident, *_by_memory(whole for whole, _ in entered)}
         self._created: dict[int, tuple[StorageWeakRef, list[torch.nn.Module]]] = {}
         with restore_step(model, arguments) as written:
             written.heard = self._wrote
@@ -249,25 +242,18 @@ class Probe:
             plain = [tensor for tensor in tensors(arguments) if not is_batched(tensor)]
             if len(plain) < len(tensors(arguments)):
                 self._mark(module)
-            parts = (piece for tensor in plain for piece in pieces(tensor))
-            memories = {piece.untyped_storage()._cdata for piece in parts}
             # Parameters that it writes to, as a momentum encoder does, would be updated twice.
             effects = SideEffects([*plain, *module.parameters()], objects(args, kwargs))
             began = time.perf_counter()
-            self._running.append(_Running(module, began, effects, plain, memories))
+            self._running.append(_Running(module, began, effects, _by_memory(plain)))
 
         def leave(module: torch.nn.Module, args: Any, kwargs: dict[str, Any], result: Any) -> None:
             run = self._running.pop()
             behaviour = self.behaviour.setdefault(module, Behaviour())
             behaviour.seconds += time.perf_counter() - run.began
-            memories = {
-                piece.untyped_storage()._cdata: piece
-                for tensor in run.inputs
-                for piece in pieces(tensor)
-            }
             behaviour.given_bytes += sum(
-                memory.untyped_storage().nbytes()
-                for key, memory in memories.items()
+                piece.untyped_storage().nbytes()
+                for key, piece in run.inputs.items()
                 if key not in self._resident
             )
             if run.effects.changed():
@@ -304,10 +290,15 @@ class Probe:
                 continue
             run.counted[key] = weakref.ref(memory)
             behaviour = self.behaviour.setdefault(run.module, Behaviour())
-            if key in run.input_memories:
+            if key in run.inputs:
                 behaviour.saved_input_bytes += size
             else:
                 behaviour.saved_bytes += size
+
+
+def _by_memory(wholes: Iterable[torch.Tensor]) -> dict[int, torch.Tensor]:
+    parts = (piece for whole in wholes for piece in pieces(whole))
+    return {piece.untyped_storage()._cdata: piece for piece in parts}
 
 
 def _kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:

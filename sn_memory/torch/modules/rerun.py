@@ -81,7 +81,11 @@ def _checkpointed(
         # passed by name as well. Attention asks whether its query is its key, and a caller's hooks
         # may return a copy of each tensor saved: so one that is passed twice is saved once.
         by_name = {id(value) for value in kwargs.values()}
-        direct = {i: arg for i, arg in enumerate(args) if _is_inference(arg) or id(arg) in by_name}
+        direct = {
+            place: arg
+            for place, arg in enumerate(args)
+            if id(arg) in by_name or (isinstance(arg, torch.Tensor) and arg.is_inference())
+        }
         first_place = {id(arg): place for place, arg in reversed([*enumerate(args)])}
         same_as = [first_place[id(arg)] for arg in args]
         first = True
@@ -111,10 +115,6 @@ def _checkpointed(
         )
 
     return run
-
-
-def _is_inference(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_inference()
 
 
 def _with_requires_grad(value: Any, requires_grad: bool) -> Any:

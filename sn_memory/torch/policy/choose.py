@@ -42,6 +42,7 @@ class Found:
     """A choice that was tried: the executor's step with it, and the seconds of second runs."""
 
     choice: Choice
+    selection: Selection  # the same, as the executor takes it
     step: Step
     rerun_s: float
 
@@ -72,7 +73,8 @@ class Chooser:
 
     def outcome(self, choice: Choice) -> Found:
         """Try a choice."""
-        return Found(choice, self.tried(self.selection(choice)), self.rerun_s(choice))
+        selection = self.selection(choice)
+        return Found(choice, selection, self.tried(selection), self.rerun_s(choice))
 
     def selection(self, choice: Choice) -> Selection:
         """Return a choice in the form that the executor takes."""
@@ -317,9 +319,9 @@ class CompiledPeaks:
         wrapped = self.wrapped(shell(self.model), selection)
         return compiled_peak(wrapped, self.arguments) + self.held
 
-    def outcome(self, chooser: Chooser, chosen: Found) -> Found:
+    def outcome(self, chosen: Found) -> Found:
         """Return a choice with its peak when compiled."""
-        peak = self.of(chooser.selection(chosen.choice)) - self.held
+        peak = self.of(chosen.selection) - self.held
         return replace(chosen, step=replace(chosen.step, peak_bytes=peak))
 
     def within(self, chooser: Chooser, nothing: Found, budget_bytes: int) -> Found | None:
@@ -343,7 +345,7 @@ class CompiledPeaks:
             eager = chooser.within(asked)
             if eager is None:
                 break
-            measured = self.outcome(chooser, eager)
+            measured = self.outcome(eager)
             over = measured.step.peak_bytes - budget_bytes
             if over <= 0:
                 low = max(low, asked)

@@ -34,6 +34,8 @@ from .predict import Saved, Selection, Step, Stretch, context_fn, predicted, sha
 from .watch import OF_CACHE, watch
 
 _ROWS = (torch.nn.Sequential, torch.nn.ModuleList)
+# They have no forward that could run again.
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def rows(model: torch.nn.Module) -> list[tuple[str, ...]]:
@@ -50,11 +52,10 @@ def rows(model: torch.nn.Module) -> list[tuple[str, ...]]:
         if isinstance(row, _ROWS)
         for module in row.children()
         if module in names and next(module.children(), None) is not None
-        if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
+        if not isinstance(module, _LISTS)
     ]
     if not paths:
-        # Lists and dicts of modules have no forward that could run again.
-        paths = [name for name, module in model.named_children() if _runs(module)]
+        paths = [name for name, child in model.named_children() if not isinstance(child, _LISTS)]
     outer = tuple(path for path in paths if not any(_inside(path, other) for other in paths))
     inner = tuple(path for path in paths if not any(_inside(other, path) for other in paths))
     return [outer] if outer == inner else [outer, inner]
@@ -91,10 +92,6 @@ def named(model: torch.nn.Module, blocks: Sequence[Any]) -> tuple[str, ...]:
 
 def _inside(path: str, other: str) -> bool:
     return path.startswith(f"{other}.")
-
-
-def _runs(module: torch.nn.Module) -> bool:
-    return not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict)
 
 
 @dataclass(frozen=True)
@@ -269,7 +266,7 @@ def checkpoint_policy(
     budget_bytes = parse_bytes(budget, whole=plain_bytes)
     best: Found | None = None
     smallest: Found | None = None
-    choice_made: tuple[Chooser, list[float]] | None = None
+    forward_s = 0.0
     reasons: dict[str, str] = {}
     # Each cut of the model into blocks has its own choices; the fastest of all is taken.
     for paths in [named(model, blocks)] if blocks is not None else rows(model):
@@ -284,13 +281,13 @@ def checkpoint_policy(
             return predicted(model, arguments, selection, known, scratch)
 
         chooser = Chooser(able, seconds, tried)
-        nothing = chooser.nothing if peaks is None else peaks.outcome(chooser, chooser.nothing)
+        nothing = chooser.nothing if peaks is None else peaks.outcome(chooser.nothing)
         if smallest is None or nothing.step.peak_bytes < smallest.step.peak_bytes:
             smallest = nothing
         room = budget_bytes - held
         choice = chooser.within(room) if peaks is None else peaks.within(chooser, nothing, room)
         if choice is not None and (best is None or choice.rerun_s < best.rerun_s):
-            best, choice_made = choice, (chooser, seconds)
+            best, forward_s = choice, sum(seconds)
         # Everything fits without a policy, so that no cut is better.
         if plain_bytes <= budget_bytes:
             break
@@ -305,19 +302,17 @@ def checkpoint_policy(
             f"the {type(model).__name__} has no block that may run again ({why or 'none runs'}). "
             f"{hint}Name others with blocks=."
         )
-    if best is None or choice_made is None:
+    if best is None:
         raise _refused(smallest, plain_bytes, held, budget_bytes)
-    chooser, seconds = choice_made
-    selection = chooser.selection(best.choice)
     return SelectivePolicy(
-        saved={path: saved for path, saved in selection.items() if saved is not None},
-        kept=tuple(path for path, saved in selection.items() if saved is None),
+        saved={path: saved for path, saved in best.selection.items() if saved is not None},
+        kept=tuple(path for path, saved in best.selection.items() if saved is None),
         budget_bytes=budget_bytes,
         peak_bytes=best.step.peak_bytes + held,
         baseline_peak_bytes=plain_bytes,
         smallest_peak_bytes=smallest.step.peak_bytes + held,
         rerun_s=best.rerun_s,
-        forward_s=sum(seconds),
+        forward_s=forward_s,
         compiled=compiled,
         stretches=tuple(best.step.stretches),
     )

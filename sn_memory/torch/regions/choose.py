@@ -3,8 +3,8 @@
 A step is a row of moments: what runs between two calls of regions, the forward pass of a call, its
 backward pass. The bytes that are held outside of regions at each moment were measured, and what the
 calls add depends on their plans alone: so a peak is a sum, computed in microseconds, and the choice
-is a multiple-choice knapsack with one limit a moment. Its relaxation at one moment gives the bound
-on the seconds.
+is a multiple-choice knapsack with one limit a moment. Its relaxation, in which plans may be mixed,
+gives the bound on the seconds and a choice to begin with.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,11 +21,10 @@ from .plans import RegionPlan
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Prices of a byte that are tried by bisection, and attempts to take a faster plan after that. A
-# choice of a thousand calls is improved in about a second.
-_PRICES, _ATTEMPTS = 24, 20_000
-# Moments at which the relaxation is solved: those with the highest peaks where all is kept.
-_BOUNDED = 16
+# Attempts to take a faster plan. A choice of a thousand calls is improved in about a second.
+_ATTEMPTS = 20_000
+# Moments that the relaxation limits: those with the highest peaks where all is kept.
+_LIMITED = 16
 # An exchange of plans that takes no time counts as so long, or bytes could not be divided by it.
 _NOTHING_S = 1e-12
 
@@ -57,33 +55,31 @@ class Choices:
     def __init__(self, timeline: Timeline, ladders: Sequence[Sequence[RegionPlan]]) -> None:
         self.timeline, self.outside = timeline, timeline.outside
         self.ladders = ladders
-        most = max(map(len, ladders), default=1)
-        # Short ladders are filled up with their last plan.
-        rows = [[ladder[min(i, len(ladder) - 1)] for i in range(most)] for ladder in ladders]
-
-        def table(name: str, kind: type) -> npt.NDArray[Any]:
-            values = [[getattr(plan, name) for plan in row] for row in rows]
-            return np.array(values, dtype=kind).reshape(len(ladders), most)
-
-        self.kept: Ints = table("kept_bytes", np.int64)
-        self.in_forward: Ints = table("forward_bytes", np.int64)
-        self.in_backward: Ints = table("backward_bytes", np.int64)
-        self.extra: Floats = table("extra_s", np.float64)
+        # Kept, and taken by either pass: [3, calls, plans]; and seconds: [calls, plans].
+        self.sizes: Ints = np.zeros((3, len(ladders), 1), dtype=np.int64)
+        self.extra: Floats = np.zeros((len(ladders), 1))
         self.calls = np.arange(len(ladders))
+        for call, ladder in enumerate(ladders):
+            self.set_plans(call, ladder)
+
+    @property
+    def kept(self) -> Ints:
+        """What each plan of each call keeps between its passes."""
+        return self.sizes[0]
 
     def peaks(self, choice: Ints) -> Ints:
         """Return the bytes held at each moment."""
         timeline, count = self.timeline, len(self.outside)
         # What is kept counts between the two passes: the bytes of either pass include it.
-        kept = self.kept[self.calls, choice]
+        kept, in_forward, in_backward = self.sizes[:, self.calls, choice]
         change = np.zeros(count + 2, dtype=np.int64)
         np.add.at(change, timeline.forward + 1, kept)
         np.subtract.at(change, timeline.backward, kept)
         peaks = self.outside + np.cumsum(change)[:count]
-        peaks[timeline.forward] += self.in_forward[self.calls, choice]
+        peaks[timeline.forward] += in_forward
         # A call without a backward pass keeps its bytes to the end.
         ran = timeline.backward < count
-        peaks[timeline.backward[ran]] += self.in_backward[self.calls, choice][ran]
+        peaks[timeline.backward[ran]] += in_backward[ran]
         return peaks
 
     def peak(self, choice: Ints) -> int:
@@ -92,27 +88,27 @@ class Choices:
     def copied(self) -> Choices:
         """Return a copy whose tables and bytes outside can be changed."""
         other = copy(self)
-        other.outside = self.outside.copy()
-        for name in ("kept", "in_forward", "in_backward", "extra"):
+        for name in ("outside", "sizes", "extra"):
             setattr(other, name, getattr(self, name).copy())
         return other
 
-    def set_plans(self, call: int, plans: Sequence[RegionPlan]) -> None:
-        """Offer a call other plans, as many as there are columns."""
-        self.kept[call] = [plan.kept_bytes for plan in plans]
-        self.in_forward[call] = [plan.forward_bytes for plan in plans]
-        self.in_backward[call] = [plan.backward_bytes for plan in plans]
+    def set_plans(self, call: int, ladder: Sequence[RegionPlan]) -> None:
+        """Offer a call these plans."""
+        if (more := len(ladder) - self.extra.shape[1]) > 0:
+            self.sizes = np.pad(self.sizes, ((0, 0), (0, 0), (0, more)), mode="edge")
+            self.extra = np.pad(self.extra, ((0, 0), (0, more)), mode="edge")
+        # Short ladders are filled up with their last plan.
+        plans = [ladder[min(i, len(ladder) - 1)] for i in range(self.extra.shape[1])]
+        self.sizes[:, call] = np.transpose([plan.sizes for plan in plans])
         self.extra[call] = [plan.extra_s for plan in plans]
 
     def leave_out(self, calls: Sequence[int]) -> None:
         """Count nothing for these calls, which did not come."""
-        for table in (self.kept, self.in_forward, self.in_backward, self.extra):
-            table[calls] = 0
+        self.sizes[:, calls] = self.extra[calls] = 0
 
     def scale(self, since: int, factor: float) -> None:
         """Multiply the bytes of everything from a call on."""
-        for table in (self.kept, self.in_forward, self.in_backward):
-            table[since:] = table[since:] * factor
+        self.sizes[:, since:] = self.sizes[:, since:] * factor
         timeline = self.timeline
         now = int(timeline.forward[since - 1]) if since else 0
         # What is held from the beginning, as parameters are, does not grow.
@@ -130,9 +126,9 @@ class Choices:
         """Return what each plan of each call adds at a moment."""
         timeline = self.timeline
         waits = (timeline.forward < moment) & (moment < timeline.backward)
-        added = np.where(waits[:, None], self.kept, 0)
-        passes = (timeline.forward, self.in_forward), (timeline.backward, self.in_backward)
-        for moments, table in passes:
+        kept, in_forward, in_backward = self.sizes
+        added = np.where(waits[:, None], kept, 0)
+        for moments, table in ((timeline.forward, in_forward), (timeline.backward, in_backward)):
             added = np.where((moments == moment)[:, None], table, added)
         return added
 
@@ -145,7 +141,7 @@ class Choices:
         fastest = np.zeros(len(self.ladders), dtype=np.int64)
         if self.peak(fastest) <= budget_bytes:
             return fastest
-        starts = [fastest, *self._priced(budget_bytes)]
+        starts = [fastest, self._relaxed(budget_bytes)[1]]
         choices = [self.leaner(start, budget_bytes) for start in starts]
         within = [candidate for candidate in choices if self.peak(candidate) <= budget_bytes]
         if not within:
@@ -156,21 +152,32 @@ class Choices:
         faster = (self._faster(candidate, budget_bytes) for candidate in within)
         return min(faster, key=self.seconds)
 
-    def _priced(self, budget_bytes: int) -> list[Ints]:
-        """Return a choice at about the lowest price for each byte kept that keeps the budget."""
-        # Nobody knows the order of magnitude of that price: so geometric means.
-        low, high = 0.0, 1.0
-        choices: list[Ints] = []
-        for _ in range(_PRICES):
-            price = (low * high) ** 0.5 if low else high / 1e3
-            choice = np.argmin(self.extra + price * self.kept, axis=1)
-            if self.peak(choice) <= budget_bytes:
-                choices, high = [choice], price
-            else:
-                low = price
-                if not choices:
-                    choices = [choice]
-        return choices
+    def _relaxed(self, budget_bytes: int) -> tuple[float, Ints]:
+        """Return the fewest seconds if plans may be mixed, and of each call its largest part.
+
+        Of the moments only the highest are limited, so that this is a matter of milliseconds.
+        """
+        from scipy.optimize import linprog
+        from scipy.sparse import identity, kron
+
+        fastest = np.zeros(len(self.ladders), dtype=np.int64)
+        moments = np.argsort(-self.peaks(fastest))[:_LIMITED]
+        adds = np.array([self.adds(int(moment)).ravel() for moment in moments])
+        unit = max(1, budget_bytes)
+        # In units of the budget and of the dearest plan: solvers have absolute tolerances.
+        dearest = self.extra.max(initial=0.0) or 1.0
+        mixed = linprog(
+            self.extra.ravel() / dearest,
+            A_ub=adds / unit,
+            b_ub=(budget_bytes - self.outside[moments]) / unit,
+            A_eq=kron(identity(len(fastest)), np.ones((1, self.extra.shape[1]))),
+            b_eq=np.ones(len(fastest)),
+        )
+        # Where not even mixed plans keep the budget, any bound holds.
+        if not mixed.success:
+            return 0.0, fastest
+        parts = mixed.x.reshape(self.extra.shape)
+        return max(0.0, float(mixed.fun) * dearest), parts.argmax(axis=1)
 
     def leaner(
         self, choice: Ints, budget_bytes: int, *, free: bool = False, since: int = 0
@@ -244,31 +251,4 @@ class Choices:
     def bound(self, budget_bytes: int) -> float:
         """Return a lower bound on the seconds of reruns of any choice within a budget."""
         fastest = np.zeros(len(self.ladders), dtype=np.int64)
-        peaks = self.peaks(fastest)
-        highest = np.argsort(-peaks)[:_BOUNDED]
-        over = [(int(moment), int(peaks[moment]) - budget_bytes) for moment in highest]
-        least = (self._least(moment, excess) for moment, excess in over if excess > 0)
-        return max(least, default=0.0)
-
-    def _least(self, moment: int, excess: int) -> float:
-        """Return the fewest seconds that free so many bytes at a moment, by fractions of plans."""
-        steps: list[tuple[float, int]] = []
-        for row, extra in zip(self.adds(moment), self.extra, strict=True):
-            freed, spent = 0, 0.0
-            gains, costs = row[0] - row, extra
-            # Along the convex hull: each step the best exchange that is left.
-            while True:
-                more = (gains > freed) & (costs >= spent)
-                if not more.any():
-                    break
-                price = np.where(more, (costs - spent) / np.maximum(gains - freed, 1), np.inf)
-                best = int(price.argmin())
-                steps.append((float(price[best]), int(gains[best]) - freed))
-                freed, spent = int(gains[best]), float(costs[best])
-        seconds = 0.0
-        for price_s, gain in sorted(steps):
-            taken = min(gain, excess)
-            seconds, excess = seconds + price_s * taken, excess - taken
-            if excess <= 0:
-                return seconds
-        return seconds
+        return 0.0 if self.peak(fastest) <= budget_bytes else self._relaxed(budget_bytes)[0]

@@ -15,7 +15,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from ...graph.records import Device
 from ..eager.replay import overwritten
 from ..errors import TraceError, first_line
 from ..model.guards import OF_TORCH, recorded_reads
@@ -52,7 +51,7 @@ class Finder:
     model : the plain model
     layouts, arriving, shared : how kernels were seen to lay results out; per path, how gradients
         were seen to be laid out; structures of modules whose inputs others were seen to have.
-    profile, device : as in `trace`
+    settings : of `traced_call`
 
     regions : those that were found, by path
     refused : per path that is no region, why
@@ -65,13 +64,10 @@ class Finder:
         layouts: Layouts,
         arriving: Mapping[str, Arriving],
         shared: Set[Hashable],
-        *,
-        profile: bool,
-        device: Device | str | None,
+        **settings: Any,
     ) -> None:
-        self._model, self._layouts = model, layouts
-        self._arriving, self._shared = arriving, shared
-        self._profile, self._device = profile, device
+        self._model, self._arriving, self._shared = model, arriving, shared
+        self._settings = {"layouts": layouts, **settings}
         self.regions: dict[str, Region] = {}
         self.refused: dict[str, str] = {}
         self.calls: list[tuple[str, TracedCall]] = []
@@ -190,11 +186,9 @@ class Finder:
             traced = self._traced(
                 module,
                 arguments,
-                layouts=self._layouts,
-                profile=self._profile,
-                device=self._device,
                 arriving=region.arriving,
                 shares_inputs=key in self._shared,
+                **self._settings,
             )
         except TraceError as error:
             self._why.setdefault(key, []).append(str(error))

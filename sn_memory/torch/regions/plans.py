@@ -39,7 +39,6 @@ class RegionPlan:
     forward_bytes, backward_bytes : the most that either pass takes, without parameters and inputs,
         with what is kept
     extra_s : seconds beyond those of the region if nothing runs again
-    name : what it does, in words
     """
 
     plan: Plan
@@ -47,7 +46,6 @@ class RegionPlan:
     forward_bytes: int
     backward_bytes: int
     extra_s: float
-    name: str
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -79,10 +77,13 @@ def frontier(graph: Graph, searched: Searched) -> list[RegionPlan]:
 
     searched : plans a graph within bytes, or raises BudgetError
     """
-    everything = policy("liveness")(graph, budget_bytes=None)
-    plans = [priced(graph, everything, "keeps all")]
-    plans += _searched(graph, searched, plans[0])
-    return useful(plans)
+    keeps = keeping_all(graph)
+    return useful([keeps, *_searched(graph, searched, keeps)])
+
+
+def keeping_all(graph: Graph) -> RegionPlan:
+    """Return the plan in which nothing runs again."""
+    return priced(graph, policy("liveness")(graph, budget_bytes=None))
 
 
 def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[RegionPlan]:
@@ -107,7 +108,7 @@ def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[R
                 if error.plan is None:
                     continue
                 refused_at, plan = kept_bytes, error.plan
-            yield priced(graph, without_between(plan), "")
+            yield priced(graph, without_between(plan))
 
 
 def with_scratch_between(graph: Graph, scratch_bytes: int) -> Graph:
@@ -131,26 +132,24 @@ def without_between(plan: Plan) -> Plan:
     return replace(plan, actions=actions)
 
 
-def priced(graph: Graph, plan: Plan, name: str) -> RegionPlan:
+def priced(graph: Graph, plan: Plan) -> RegionPlan:
     """Return a plan with its bytes and seconds on a graph; PlanError if it is of another graph."""
     carried = carry_out(graph, plan)
     live, base = carried.live_bytes, graph.base_bytes
     loss = plan.actions.index(("run", LOSS, 0))
     plan = replace(plan, peak_bytes=carried.peak_bytes, seconds=carried.seconds)
-    extra_s = max(0.0, carried.seconds - baseline_seconds(graph))
-    reruns = carried.reruns
     return RegionPlan(
         plan,
-        _kept_bytes(graph, plan, loss),
+        _kept_bytes(graph, plan),
         max(0, int(live[:loss].max(initial=base)) - base),
         max(0, int(live[loss:].max(initial=base)) - base),
-        extra_s,
-        name or (f"{reruns} ops run again" if reruns else "keeps all"),
+        max(0.0, carried.seconds - baseline_seconds(graph)),
     )
 
 
-def _kept_bytes(graph: Graph, plan: Plan, loss: int) -> int:
+def _kept_bytes(graph: Graph, plan: Plan) -> int:
     """Bytes that a plan holds between the passes, without gradients of the outputs."""
+    loss = plan.actions.index(("run", LOSS, 0))
     size, outputs = _sizes(graph), {op.name: op.outputs for op in graph.ops}
     held: set[str] = set()
     for step, (kind, target, _) in enumerate(plan.actions):
@@ -174,8 +173,7 @@ def _resident(graph: Graph) -> set[str]:
 
 def inner_bytes(graph: Graph) -> int:
     """Return what a graph keeps between its passes, without inputs and outputs."""
-    plan = policy("liveness")(graph, budget_bytes=None)
-    kept = _kept_bytes(graph, plan, plan.actions.index(("run", LOSS, 0)))
+    kept = _kept_bytes(graph, policy("liveness")(graph, budget_bytes=None))
     handed = {*graph.ops[graph.op_index[LOSS]].inputs}
     backward = (op for op in graph.ops if op.phase == "backward" and op.name != LOSS)
     read = {name for op in backward for name in op.inputs}

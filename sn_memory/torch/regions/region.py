@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten
 
 from ...base.errors import PlanError
 from ...graph.graph import Graph
-from ...plan.policies import policy
 from ...run.unseen import smallest
 from ..eager.replay import Replay
 from ..errors import TraceError
@@ -33,7 +32,7 @@ from ..model.signature import (
 )
 from ..trace.record import Layouts, View
 from ..trace.trace import CallArguments, Trace, trace
-from .plans import RegionPlan, as_part, priced, useful
+from .plans import RegionPlan, as_part, keeping_all, priced, useful
 
 # How many kinds of calls are remembered for modules that are alike: an expert, for example, gets
 # another number of rows each time.
@@ -242,17 +241,17 @@ def plans_at_once(graph: Graph, others: Sequence[TracedCall], size: int) -> list
 
     others : calls of the same modules; size : bytes of its inputs
     """
-    plans = [priced(graph, policy("liveness")(graph, budget_bytes=None), "keeps all")]
+    plans = [keeping_all(graph)]
     if others:
         nearest = min(others, key=lambda call: abs(call.given_bytes - size))
         for plan in nearest.plans:
             try:
-                plans.append(priced(graph, plan.plan, plan.name))
+                plans.append(priced(graph, plan.plan))
             # It has other ops: the module took another branch.
             except PlanError:
                 break
     if len(plans) == 1:
-        plans.append(priced(graph, smallest(graph), ""))
+        plans.append(priced(graph, smallest(graph)))
     return useful(plans)
 
 

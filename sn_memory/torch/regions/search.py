@@ -32,16 +32,16 @@ from ..modules.probe import Behaviour, Probe
 from ..trace.op_seconds import scratch_of_steps
 from ..trace.record import Layouts
 from .choose import Choices, Timeline
-from .course import Chosen
 from .find import Finder, StepObserver
+from .forward_pass import Chosen
 from .plans import RegionPlan, frontier
 from .region import Arriving, TracedCall, plans_at_once, structure, traced_call
 from .step import RegionsBudgetError, RegionsPlan, RegionStep
 
-# If what runs depends on random numbers: how many courses are observed, and on how many of them,
+# If what runs depends on random numbers: with how many seeds it is observed, and on how many runs,
 # those that keep most, a choice is measured.
-_COURSES, _MEASURED = 16, 3
-# If so many courses keep the same, random numbers decide nothing, and one course is enough.
+_SEEDS, _MEASURED = 16, 3
+# If so many runs keep the same, random numbers decide nothing, and one run is enough.
 _ALIKE = 5
 # How often at most regions are traced anew with layouts that were observed, and choices made anew
 # with peaks that were measured.
@@ -102,8 +102,8 @@ class _Search:
         if not options.why:
             self.options = replace(options, why=_refusal(model, arguments))
         self.probe = Probe(model, arguments)
-        # Per sample its courses, the one that keeps most first.
-        self.courses = [[Run(sample, None)] for sample in (arguments, *options.alike)]
+        # Per sample its runs, the one that keeps most first.
+        self.runs = [[Run(sample, None)] for sample in (arguments, *options.alike)]
 
     def step(self) -> RegionStep:
         # The regions, and the plans that their calls may follow.
@@ -117,7 +117,7 @@ class _Search:
         # A choice is made for the sample that needs most where nothing runs again, and measured on
         # all.
         peak, observer, leanest = max(
-            (self._most(step, courses[0]) for courses in self.courses), key=lambda most: most[0]
+            (self._most(step, runs[0]) for runs in self.runs), key=lambda most: most[0]
         )
         timeline = observer.timeline()
         if baseline is None:
@@ -126,7 +126,7 @@ class _Search:
         budget = parse_bytes(self.options.budget, whole=baseline.peak_bytes)
         base = RegionsPlan(
             (), budget, 0, baseline.peak_bytes, 0.0, self.seconds, "",
-            courses=sum(map(len, self.courses)),
+            runs=sum(map(len, self.runs)),
             breaks=finder.breaks(self._saved, self.options.why),
         )  # fmt: skip
         chosen = _Choosing(self, step, observer.calls, timeline, base).measured(budget)
@@ -144,14 +144,14 @@ class _Search:
     @property
     def measured(self) -> list[Run]:
         """The steps that a choice is measured on."""
-        return [run for courses in self.courses for run in courses[:_MEASURED]]
+        return [run for runs in self.runs for run in runs[:_MEASURED]]
 
     def _saved(self, path: str) -> int:
         does = self.probe.behaviour.get(self.model.get_submodule(path), Behaviour())
         return does.saved_bytes + does.saved_input_bytes
 
     def _surveyed(self) -> tuple[Finder, Sequence[tuple[str, TracedCall, int]]]:
-        """Return who found the regions, and the calls of a step; order the courses.
+        """Return who found the regions, and the calls of a step; order the runs.
 
         They are traced anew until results lie, and gradients come, as was traced.
         """
@@ -160,14 +160,8 @@ class _Search:
         sharing: set[Hashable] = set()
         for _ in range(_ROUNDS):
             report_progress("trace", 0, 1)
-            finder = Finder(
-                self.model,
-                layouts,
-                arriving,
-                sharing,
-                profile=self.options.profile,
-                device=self.options.device,
-            )
+            how = {"profile": self.options.profile, "device": self.options.device}
+            finder = Finder(self.model, layouts, arriving, sharing, **how)
             with self._restored(self.arguments):
                 finder.look(self.arguments)
             if not finder.regions:
@@ -191,33 +185,32 @@ class _Search:
         for path, region in finder.regions.items():
             region.alike.shares_inputs = structure(self.model.get_submodule(path)) in sharing
         if self.probe.by_chance:
-            self.courses = [
-                self._courses(finder, first.arguments, range(_COURSES))
-                for first, *_ in self.courses
+            self.runs = [
+                self._seeded(finder, first.arguments, range(_SEEDS)) for first, *_ in self.runs
             ]
             finder.siblings()
         else:
-            for first, *_ in self.courses[1:]:
-                self._courses(finder, first.arguments, [None])
+            for first, *_ in self.runs[1:]:
+                self._seeded(finder, first.arguments, [None])
         step = self._step_of(finder, {})
-        observed = [self._observed(step, runs[0], counted=False)[0] for runs in self.courses]
+        observed = [self._observed(step, runs[0], counted=False)[0] for runs in self.runs]
         return finder, [call for observer in observed for call in observer.calls]
 
-    def _courses(
+    def _seeded(
         self, finder: Finder, arguments: Arguments, seeds: Sequence[int | None]
     ) -> list[Run]:
-        """Find regions in a sample's courses; return these, the one that keeps most first."""
+        """Find regions in runs of a sample; return these, the one that keeps most first."""
         kept_bytes: dict[int | None, int] = {}
-        for course in seeds:
+        for number in seeds:
             with self._restored(arguments):
-                seed(self.model, course)
+                seed(self.model, number)
                 finder.look(arguments)
-                kept_bytes[course] = finder.kept_bytes
+                kept_bytes[number] = finder.kept_bytes
             if len(kept_bytes) == _ALIKE and len({*kept_bytes.values()}) == 1:
                 break
         order = sorted(kept_bytes, key=kept_bytes.__getitem__, reverse=True)
         count = len(order) if len({*kept_bytes.values()}) > 1 else 1
-        return [Run(arguments, course) for course in order[:count]]
+        return [Run(arguments, number) for number in order[:count]]
 
     def _restored(self, arguments: Arguments) -> Any:
         probe = self.probe
@@ -248,20 +241,20 @@ class _Search:
         device = device_of(self.model)
         scratch = scratch_of_steps(device, profile=self.options.profile)
         try:
-            with self._restored(run.arguments):
-                seed(self.model, run.seed)
-                measured = run_step(
-                    around(self.model, step.run),
-                    self.model,
-                    run.arguments,
-                    known=step.known,
-                    count=counted,
-                    heard=observer.heard,
-                    scratch=scratch,
-                )
+            measured = self._measured(
+                around(self.model, step.run), run, known=step.known, count=counted,
+                heard=observer.heard, scratch=scratch,
+            )  # fmt: skip
         finally:
             step.observer = None
-        return observer, replace(measured, results={})
+        return observer, measured
+
+    def _measured(self, forward: Callable[..., Any], run: Run, **how: Any) -> Measured:
+        """Run and measure a step as `run_step` does; put everything back."""
+        with self._restored(run.arguments):
+            seed(self.model, run.seed)
+            measured = run_step(forward, self.model, run.arguments, **how)
+        return replace(measured, results={})
 
     def _baseline(self) -> Measured | None:
         """Return the model's own step; None where it may not fit."""
@@ -274,17 +267,9 @@ class _Search:
         return max(steps, key=lambda step: step.peak_bytes)
 
     def run(self, forward: Callable[..., Any], run: Run) -> Measured:
-        """Run and measure a step; put everything back."""
-        with self._restored(run.arguments):
-            seed(self.model, run.seed)
-            measured = run_step(
-                forward,
-                self.model,
-                run.arguments,
-                kernels=device_of(self.model).type == "cpu",
-            )
-        peak = measured.peak_bytes + self.options.resident_bytes
-        return replace(measured, results={}, peak_bytes=peak)
+        """Return a measured step; its peak is with what is resident."""
+        measured = self._measured(forward, run, kernels=device_of(self.model).type == "cpu")
+        return replace(measured, peak_bytes=measured.peak_bytes + self.options.resident_bytes)
 
     def _plan_kinds(self, finder: Finder, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
         """Search plans for what was traced; modules that keep too little run as written."""

@@ -1,7 +1,7 @@
 """A step in which regions run planned, and what lies between them runs as the user wrote it.
 
 The forwards of the regions' modules are replaced during one forward pass. A call takes the plan
-that was chosen for it. Where the step takes another course than planned for - a layer is not
+that was chosen for it. Where the step takes another path than planned for - a layer is not
 skipped this time, an expert gets more rows - what is held beyond that is counted call by call, and
 calls take leaner plans as soon as the budget would not be kept.
 """
@@ -31,8 +31,8 @@ from ..modules.rerun import run_again
 from ..step import Call, MeasuredStep
 from ..trace.op_seconds import while_training
 from ..trace.record import View
-from .course import Chosen, Course
 from .find import StepObserver
+from .forward_pass import Chosen, ForwardPass
 from .region import (
     Break,
     Region,
@@ -72,7 +72,7 @@ class RegionsPlan(MeasuredPlan):
     breaks : what is no region, and why
     outside_bytes : what is held outside of regions when the backward pass begins, parameters
         included
-    leaner_steps, over_steps : steps of another course in which calls took leaner plans; those of
+    leaner_steps, over_steps : steps of another path in which calls took leaner plans; those of
         them that were above the budget nevertheless.
     notes : what users should know of it
     """
@@ -96,7 +96,7 @@ class RegionsPlan(MeasuredPlan):
         return tuple(dict.fromkeys(super().decided(technique)))
 
     def __repr__(self) -> str:
-        count = self.courses
+        count = self.runs
         largest = "" if count == 1 else f", the peak is that of the largest of {count}"
         rerun = [choice for choice in self.choices if choice.technique == "recompute"]
         kept = sum(choice.saved_bytes for choice in self.choices)
@@ -117,7 +117,7 @@ class RegionsPlan(MeasuredPlan):
         if self.leaner_steps:
             over = f", {self.over_steps} of them above the budget all the same"
             lines.append(
-                f"{self.leaner_steps} steps took another course and leaner plans"
+                f"{self.leaner_steps} steps took another path and leaner plans"
                 f"{over if self.over_steps else ''}"
             )
         return "\n".join((*lines, *self.notes))
@@ -176,10 +176,10 @@ class RegionStep(MeasuredStep):
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the model's own forward pass, with its regions planned."""
-        course = None if self.chosen is None else Course(self.chosen)
+        current = None if self.chosen is None else ForwardPass(self.chosen)
         forwards = Forwards(
             {
-                module: self._planned(region, module, course, lambda: forwards)
+                module: self._planned(region, module, current, lambda: forwards)
                 for path, region in self.regions.items()
                 for module in (model.get_submodule(path),)
             }
@@ -188,14 +188,14 @@ class RegionStep(MeasuredStep):
             returned = self._forward(model, *args, **kwargs)
         if self.observer is not None:
             self.observer.returned(outputs_of(returned))
-        above = course is not None and course.above
-        if course is not None and (course.leaner or above):
+        above = current is not None and current.above
+        if current is not None and (current.leaner or above):
             steps = self.plan.leaner_steps + 1
             over = self.plan.over_steps + above
             self.plan = replace(self.plan, leaner_steps=steps, over_steps=over)
-            if above and course.more and self.chosen is not None:
-                # Such a course is planned for from its first call on, the next time.
-                self.chosen = self.chosen.extended(course.more)
+            if above and current.more and self.chosen is not None:
+                # Such a pass is planned for from its first call on, the next time.
+                self.chosen = self.chosen.extended(current.more)
         self.follow(model, returned)
         return returned
 
@@ -203,7 +203,7 @@ class RegionStep(MeasuredStep):
         self,
         region: Region,
         module: torch.nn.Module,
-        course: Course | None,
+        current: ForwardPass | None,
         forwards: Callable[[], Forwards],
     ) -> Callable[..., Any]:
         original, thread = module.forward, threading.get_ident()
@@ -213,7 +213,7 @@ class RegionStep(MeasuredStep):
             own = threading.get_ident() == thread and not as_written()
             replacement = None
             if own and wants_gradient(module, (args, kwargs)):
-                replacement = self._replacement(region, module, (args, kwargs), course, forwards)
+                replacement = self._replacement(region, module, (args, kwargs), current, forwards)
             return (replacement or original)(*args, **kwargs)
 
         return forward
@@ -223,7 +223,7 @@ class RegionStep(MeasuredStep):
         region: Region,
         module: torch.nn.Module,
         arguments: Arguments,
-        course: Course | None,
+        current: ForwardPass | None,
         forwards: Callable[[], Forwards],
     ) -> Callable[..., Any] | None:
         """Return the forward that a call takes in this pass; None: its own, as written."""
@@ -235,13 +235,13 @@ class RegionStep(MeasuredStep):
             with forwards().away():
                 self._meet(region, module, arguments, signature)
                 if signature not in kinds:
-                    if course is not None:
-                        course.leaner = True
+                    if current is not None:
+                        current.leaner = True
                     return run_again(region.path, module)
         kind = kinds[signature]
         if kind is None:
             return None
-        plan = kind.leanest if course is None else course.plan(region.path, kind)
+        plan = kind.leanest if current is None else current.plan(region.path, kind)
         call = Call(parameters, buffers, lambda _: _FirstOnly(region, kind, self.warned))
         return partial(self._replay, region.path, module, kind, plan, call)
 

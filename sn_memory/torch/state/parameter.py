@@ -297,13 +297,22 @@ class StateOps:
         # A parameter on the device is updated where it is, and one in place where it lies.
         is_copied = parameter.place == "host" and parameter.by == "device"
         storage, state = number[name] if is_copied else None, number.get(name + STATE)
+        place, gradient = self.places[name], self.gradients[name]
         if prefix == STORE:
-            return _store(parameter, storage, state, self.places[name])
-        gradient = self.gradients[name]
-        assert gradient is not None
-        if prefix == STORE_GRADIENT:
-            return _store_gradient(parameter, load(gradient), self.places[name])
-        return _update(parameter, storage, state, load(gradient), self.places[name])
+            run = _store(parameter, storage, state)
+        elif prefix == STORE_GRADIENT:
+            assert gradient is not None
+            run = _store_gradient(parameter, load(gradient))
+        else:
+            assert gradient is not None
+            run = _update(parameter, storage, state, load(gradient))
+
+        def unless_left_out(memory: Memory) -> None:
+            # Not in a dry run, nor for a loss of other outputs than the gradient comes from.
+            if not (parameter.is_dry or place in memory.left_out):
+                run(memory)
+
+        return unless_left_out
 
 
 def _fetch(start: Callable[[], tuple[Any, Wait]], storage: int) -> Instruction:
@@ -315,24 +324,14 @@ def _fetch(start: Callable[[], tuple[Any, Wait]], storage: int) -> Instruction:
     return fetch
 
 
-def _is_left_out(parameter: ParameterState, place: int, memory: Memory) -> bool:
-    """Whether there is no update: a dry run, or a loss of other outputs than it comes from."""
-    return parameter.is_dry or place in memory.left_out
-
-
 def _update(
-    parameter: ParameterState, storage: int | None, state: int | None, load: ViewLoad, place: int
+    parameter: ParameterState, storage: int | None, state: int | None, load: ViewLoad
 ) -> Instruction:
-    """Update a parameter whose gradient is complete; None: a storage that is not copied.
-
-    place : of the gradient among all
-    """
+    """Update a parameter whose gradient is complete; None: a storage that is not copied."""
 
     def update(memory: Memory) -> None:
         held: list[Any] = memory.held
         gradient = load(held)
-        if _is_left_out(parameter, place, memory):
-            return
         # First: where the update fails half-way, the next forward pass is refused.
         parameter.mark_updated()
         if state is None and storage is None:
@@ -348,12 +347,8 @@ def _update(
     return update
 
 
-def _store(
-    parameter: ParameterState, storage: int | None, state: int | None, place: int
-) -> Instruction:
+def _store(parameter: ParameterState, storage: int | None, state: int | None) -> Instruction:
     def store(memory: Memory) -> None:
-        if _is_left_out(parameter, place, memory):
-            return
         held: list[Any] = memory.held
         here = None if storage is None else held[storage]
         wait = parameter.store(here, parameter.counts if state is None else held[state])
@@ -364,10 +359,9 @@ def _store(
     return store
 
 
-def _store_gradient(parameter: ParameterState, load: ViewLoad, place: int) -> Instruction:
+def _store_gradient(parameter: ParameterState, load: ViewLoad) -> Instruction:
     def store_gradient(memory: Memory) -> None:
-        if not _is_left_out(parameter, place, memory):
-            wait = parameter.store_gradient(load(memory.held))
-            memory.pending_copies[load.view.storage] = wait
+        wait = parameter.store_gradient(load(memory.held))
+        memory.pending_copies[load.view.storage] = wait
 
     return store_gradient

@@ -107,7 +107,7 @@ def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeli
     )
 
 
-class Course:
+class ForwardPass:
     """One forward pass, and the plans that were chosen for it.
 
     leaner : whether calls took leaner plans than were chosen
@@ -123,8 +123,6 @@ class Course:
         # Bytes of the inputs of calls so far and of those expected, and the part of their quotient
         # that later calls are scaled by already. From 1, as inputs may have no bytes.
         self._received, self._expected, self._scale = 1, 1, 1.0
-        # Of a call of another kind, which of its plans each column of the tables stands for.
-        self._columns: dict[int, list[int]] = {}
         self.leaner = False
         self.more: list[tuple[int, str, TracedCall]] = []
 
@@ -147,10 +145,7 @@ class Course:
         if kind is not expected:
             self._replace(at, kind, expected)
         self._keep_budget(at)
-        column = int(self._choice[at])
-        if at in self._columns:
-            return self._columns[at][column]
-        return min(column, len(kind.plans) - 1)
+        return min(int(self._choice[at]), len(kind.plans) - 1)
 
     @property
     def above(self) -> bool:
@@ -170,15 +165,10 @@ class Course:
         choices = self._own()
         # Of plans of the other kind, the one that keeps as much for each byte of its inputs.
         wanted_bytes = choices.kept[at, self._choice[at]] * kind.given_bytes
-        # The tables have as many columns as the longest expected ladder: a longer one is thinned.
-        count, wide = len(kind.plans), choices.kept.shape[1]
-        fits = count <= wide
-        places = [*range(count)] if fits else [*np.linspace(0, count - 1, wide).astype(int)]
-        self._columns[at] = [int(places[min(column, len(places) - 1)]) for column in range(wide)]
-        choices.set_plans(at, [kind.plans[column] for column in self._columns[at]])
+        choices.set_plans(at, kind.plans)
         size = max(1, expected.given_bytes)
-        alike = [i for i in range(wide) if choices.kept[at, i] * size <= wanted_bytes]
-        self._choice[at] = alike[0] if alike else wide - 1
+        alike = [i for i, plan in enumerate(kind.plans) if plan.kept_bytes * size <= wanted_bytes]
+        self._choice[at] = alike[0] if alike else len(kind.plans) - 1
         scale = self._received / self._expected
         choices.scale(at + 1, scale / self._scale)
         self._scale = scale
