@@ -112,7 +112,8 @@ def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
     with suppress(StopIteration):
         while True:
             # An empty list of requests (Engine's `pauses`) costs no all-to-all here.
-            collectives = rounds.send(results)
+            with engine.seconds.coding():
+                collectives = rounds.send(results)
             results = yield from together([carried(carry, place) for carry in collectives])
 
 

@@ -99,7 +99,7 @@ class Engine:
         self.feedback = ErrorFeedback(remembers, decay=settings.decay)
         self.traffic, self.seconds = Traffic(), StepTimer()
         self.shared = AllReduceExchange(
-            **settings.shared, traffic=self.traffic, seconds=self.seconds, find_unused=find_unused,
+            **settings.shared, traffic=self.traffic, find_unused=find_unused,
             drops_unused=drops_unused, pauses=pauses,
         )  # fmt: skip
         self.sameness = ParameterCheck(settings.check_every)
@@ -309,7 +309,8 @@ class Engine:
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int) -> Rounds:
         """Average compressed gradients in place.
 
-        All ranks run the same rounds of the same gradients, in the same order.
+        All ranks run the same rounds of the same gradients, in the same order. The rim times what
+        they compute between two yields: see StepTimer.coding.
         """
         if self._casts_all:
             return self._scattered(self._casts(gradients, ranks, rank))
@@ -331,13 +332,11 @@ class Engine:
     def _gathered(
         self, gradients: Sequence[Gradient], ranks: int, encode: Callable[..., payloads.Sent]
     ) -> Rounds:
-        with self.seconds.coding():
-            codec, sent = self.codec, encode(gradients)
-            self._tell(gradients, [PayloadStats.of([payload]) for payload in sent.payloads])
+        codec, sent = self.codec, encode(gradients)
+        self._tell(gradients, [PayloadStats.of([payload]) for payload in sent.payloads])
         (gathered,) = yield [Collective("gather", sent.wire)]
-        with self.seconds.coding():
-            if check := payloads.decode(codec, gathered, gradients, ranks=ranks):
-                self.transaction.checks.append(check)
+        if check := payloads.decode(codec, gathered, gradients, ranks=ranks):
+            self.transaction.checks.append(check)
 
     def _casts(self, gradients: Sequence[Gradient], ranks: int, rank: int) -> CastBucket:
         # Here, so that runs without casts do not load them (tests/frame/test_closure.py).
@@ -351,16 +350,11 @@ class Engine:
         )  # fmt: skip
 
     def _scattered(self, bucket: payloads.Bucket | CastBucket) -> Rounds:
-        with self.seconds.coding():
-            words = bucket.begin()
-        (received,) = yield [Collective("alltoall", words, bucket.parts_bytes)]
-        with self.seconds.coding():
-            words = bucket.reduce(received)
-        (received,) = yield [Collective("gather", words, bucket.means_bytes)]
-        with self.seconds.coding():
-            bucket.end(received)
-            self._tell(bucket.gradients, bucket.stats())
-            self.transaction.checks += bucket.checks
+        (received,) = yield [Collective("alltoall", bucket.begin(), bucket.parts_bytes)]
+        (received,) = yield [Collective("gather", bucket.reduce(received), bucket.means_bytes)]
+        bucket.end(received)
+        self._tell(bucket.gradients, bucket.stats())
+        self.transaction.checks += bucket.checks
 
     def _open_step(self, names: set[str | None]) -> None:
         # Gradients of one step may come in several calls, bucket by bucket.

@@ -221,7 +221,7 @@ class CompressionState:
             with suppress(StopIteration):
                 while True:
                     # Left before each yield: inside, it would hold in whoever resumed this.
-                    with torch.no_grad():
+                    with torch.no_grad(), self.engine.seconds.coding():
                         requests = rounds.send(results)  # type: ignore[arg-type]
                     started = [collectives.begin(request) for request in requests]
                     yield

@@ -138,7 +138,8 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
             own[:] = mean
     pairs = enumerate(zip(all_, ways, strict=True))
     rounds = [e.rounds(w.coded, ranks=ranks, rank=r) for r, (e, w) in pairs if w.coded]
-    asked = [next(each) for each in rounds]
+    with all_[0].seconds.coding():
+        asked = [next(each) for each in rounds]
     while asked:
         results = [[] for _ in asked]
         for each in zip(*asked, strict=True):

@@ -177,12 +177,14 @@ def rounds(
     # Plain gradients go with the first round, which may have nothing else in it.
     coded_rounds: Rounds | None = None
     requests: Sequence[Carried] = ()
+    coding = memory.engine.seconds.coding
     if coded:
         memory.begins(str(gradient.name) for gradient in gradients)
         coded_rounds = memory.engine.rounds(
             gradients, ranks=process_set.size(), rank=process_set.rank()
         )
-        requests = next(coded_rounds)
+        with coding():
+            requests = next(coded_rounds)
     plain = [
         Plain(torch.cat([one.tensor.reshape(-1).to(kind) for one in fused]), fused[0].send)
         for kind, fused in small.items()
@@ -192,7 +194,9 @@ def rounds(
     if coded_rounds is not None:
         with suppress(StopIteration):
             while True:
-                results = yield coded_rounds.send(results)
+                with coding():
+                    requests = coded_rounds.send(results)
+                results = yield requests
     for handle in coded:
         handle.end()
     for fused, mean in zip(small.values(), means, strict=True):
