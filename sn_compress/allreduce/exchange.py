@@ -54,6 +54,7 @@ from .allocate import (
     votes,
 )
 from .bucket import Result
+from .methods.base import StepOptions
 from .state import JointStep, StepStatus, Tensor, propose
 
 _FORMAT = 6
@@ -276,7 +277,7 @@ class AllReduceExchange:
         looked = [(t, v) for t, v in zip(tensors, vectors, strict=True) if looks(self._since(t))]
         joint = JointStep(
             [tensor.summable for tensor in tensors if tensor.summable is not None],
-            vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact, outs=means,
+            vectors, StepOptions(ranks, rank, self.decay, self.exact), means,
         )  # fmt: skip
         # Norms now: the step overwrites gradients by their means.
         return _Step(names, tensors, joint, [(one, norm_of(vector)) for one, vector in looked])

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from ..allreduce.bucket import bucket_of, traced_step
 from ..allreduce.exchange import AllReduceExchange
-from ..allreduce.methods.base import HEAD
+from ..allreduce.methods.base import HEAD, StepOptions
 from ..allreduce.state import TensorState
 from ..arrays import to_host
 from ..codecs import batched
@@ -113,10 +113,7 @@ class SummedBucket:
             state,
             memories,
             [times_power(vectors[at], -self._exponents[at]) for at in self.order],
-            ranks=by.ranks,
-            rank=by.rank,
-            decay=self._of.decay,
-            exact=self._of.exact,
+            StepOptions(by.ranks, by.rank, self._of.decay, self._of.exact),
         )
         # The engine's own generator of rounds, on tensors of the graph in place of arrays.
         total, self._sent = None, []

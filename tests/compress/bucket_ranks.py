@@ -7,6 +7,7 @@ import torch
 from samples import alike
 
 from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import StepOptions
 
 LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
 
@@ -55,7 +56,7 @@ class Ranks:
             pairs = zip(self.memories[rank], gradients[rank], strict=True)
             matrices = [self.of[rank](m + g.reshape(m.shape)) for m, g in pairs]
             steps[rank] = self.bucket.step(
-                self.states[rank], matrices, ranks=self.ranks, rank=rank, exact=True
+                self.states[rank], matrices, StepOptions(self.ranks, rank, exact=True)
             )
         words = {rank: next(one) for rank, one in steps.items()}
         while words:

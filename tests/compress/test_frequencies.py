@@ -13,7 +13,7 @@ from sn_compress import AutoCompression, LowRankCompression
 from sn_compress.allreduce.allocate import Allocation, EnergyCurve, with_frequencies, words_of
 from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step
 from sn_compress.allreduce.exchange import AllReduceExchange
-from sn_compress.allreduce.methods.base import HEAD
+from sn_compress.allreduce.methods.base import HEAD, StepOptions
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of, waves
 from sn_compress.errors import CompressError
 
@@ -256,7 +256,8 @@ def test_tensorflow_shares_every_bit():
     memories = [np.zeros(math.prod(shape), np.float32) for shape in bucket.shapes]
 
     def stepped(state, memories, gradients, first, second):
-        rounds = traced_step(bucket, state, memories, gradients, ranks=ranks, rank=0, exact=True)
+        options = StepOptions(ranks, 0, exact=True)
+        rounds = traced_step(bucket, state, memories, gradients, options)
         words = [next(rounds), rounds.send(first)]
         with pytest.raises(StopIteration) as end:
             rounds.send(second)

@@ -8,6 +8,7 @@ from samples import alike
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.dense import Dense
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of
 from sn_compress.allreduce.methods.low_rank import LowRank
@@ -144,7 +145,7 @@ def test_nothing_is_read_from_a_device(method, exact):
     state = bucket.rescale(bucket.begin(bucket.new_state(zeros()[0]), zeros()), 4)
     before = {name: (it.shape, it.dtype) for name, it in state.items()}
     for outs in (zeros(), None):
-        rounds = bucket.step(state, zeros(), ranks=4, rank=3, exact=exact, outs=outs)
+        rounds = bucket.step(state, zeros(), StepOptions(4, 3, exact=exact), outs=outs)
         sent, result = driven(rounds, lambda _, words: torch.zeros_like(words))
         assert [words.shape[0] for words in sent] == bucket.words(4)
         assert all(words.dtype == torch.int32 for words in sent)
@@ -169,7 +170,7 @@ def test_the_ops_of_a_step_do_not_depend_on_the_numbers(part, near):
 
     def step(matrix, *others):
         named = dict(zip(empty, others[count:], strict=True))
-        rounds = bucket.step(named, [matrix.clone()], ranks=2, rank=1)
+        rounds = bucket.step(named, [matrix.clone()], StepOptions(2, 1))
         words, result = driven(rounds, lambda round_, _: others[round_])
         return *words, *result.residuals, *result.mean, *result.state.values(), result.lost
 

@@ -17,6 +17,7 @@ pytest.importorskip("horovod")  # the package needs it
 
 from sn_compress import arrays  # noqa: E402
 from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step  # noqa: E402
+from sn_compress.allreduce.methods.base import StepOptions  # noqa: E402
 from sn_compress.allreduce.methods.dense import Dense  # noqa: E402
 from sn_compress.allreduce.methods.low_rank import LowRank  # noqa: E402
 from sn_compress.allreduce.methods.rows import Rows  # noqa: E402
@@ -67,7 +68,7 @@ def both(state, memories, gradients, add):
     add : of a round's number and all ranks' words
     """
     steps = [
-        traced_step(BUCKET, state, memory, gradient, ranks=RANKS, rank=rank)
+        traced_step(BUCKET, state, memory, gradient, StepOptions(RANKS, rank))
         for rank, (memory, gradient) in enumerate(zip(memories, gradients, strict=True))
     ]
     words, sums, ended = [next(one) for one in steps], [], []
@@ -198,7 +199,7 @@ def test_a_gradient_of_another_size_is_refused():
     assert order == (0,)
     state = tensors(bucket.new_state(np.zeros(1, np.float32)))
     with pytest.raises(CompressError, match=r"shape \(39,\); expected \(40,\)"):
-        next(traced_step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], ranks=2, rank=0))
+        next(traced_step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], StepOptions(2, 0)))
 
 
 @pytest.mark.parametrize(
