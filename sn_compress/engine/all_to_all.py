@@ -149,7 +149,7 @@ def exchanged(
     dense: list[Gradient] = []
     compressed: list[Gradient] = []
     for gradients in owned:
-        step = engine.sort(gradients, ranks=nodes, total=_no_total, taken=taken, already_begun=True)
+        step = engine.sort(gradients, ranks=nodes, total=_no_total, taken=taken)
         for gradient in step.dense:
             put_all([gradient.values], [engine.dense_values(gradient)])
         if views := [gradient.values for gradient in (*step.plain, *step.dense)]:

@@ -1,5 +1,6 @@
 """All tensors of one optimizer on one rank: what each step does with them, and what is kept.
 
+    engine.begin(gradients)
     step = engine.sort(gradients, ranks=ranks, total=total)
     for gradient in step.dense: send engine.dense_values(gradient), and tell engine.learn the mean
     rounds = engine.rounds(step.coded, ranks=ranks, rank=rank)     # yields what to carry
@@ -218,7 +219,7 @@ class Engine:
     def begin(self, gradients: Sequence[Gradient]) -> None:
         """Track these gradients until they are committed or aborted, on all ranks.
 
-        For rims that call `sort` later, with `already_begun`, or not at all, as by nodes.
+        By nodes also those that another rank owns, which this one does not sort.
         """
         with payloads.on_stream_of(gradients[0].values) if gradients else nullcontext():
             self._open_step({gradient.name for gradient in gradients})
@@ -232,18 +233,14 @@ class Engine:
         total: Total,
         plain_itemsize: int | None = None,
         taken: bool = False,
-        already_begun: bool = False,
     ) -> Routing:
-        """Decide how these gradients travel, the same on every rank, and count them.
+        """Decide how these gradients travel, the same on every rank, and count them; after `begin`.
 
         Where the tuner has given up compression, their residuals are added to their values.
 
         plain_itemsize : bytes of an element that travels plain; by default that of its dtype
         taken : all of these are compressed, as the rim has asked when it traced its graph
-        already_begun : `begin` was called with these
         """
-        if not already_begun:
-            self.begin(gradients)
         step = Routing([], [], [])
         for gradient in gradients:
             n, name = gradient.elements, gradient.name

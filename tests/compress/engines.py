@@ -120,6 +120,7 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
     ways = []
     for engine, own in zip(all_, values, strict=True):
         given = [Gradient(name, shape, make(own[name])) for name, shape in shapes.items()]
+        engine.begin(given)
         ways.append(engine.sort(given, ranks=ranks, total=total))
     named = [
         {kind: [g.name for g in getattr(way, kind)] for kind in ("plain", "dense", "coded")}
