@@ -38,8 +38,8 @@ class Followed:
     def __init__(self, name: str, part: Method, mean: Floats) -> None:
         self.name, self.part, self.bucket = name, part, Bucket([part])
         (self.shape,) = part.shapes
-        state = self.bucket.new_state(mean)
-        self.states = [self.bucket.begin(state, [mean.reshape(self.shape)])] * RANKS
+        state = part.begin(part.new_state(mean), [mean.reshape(self.shape)])
+        self.states = [self.bucket.join(part.split(state))] * RANKS
         self.memories = [np.zeros(self.shape, np.float32)] * RANKS
         self.sent: list[float] = []
         self.residuals: list[float] = []

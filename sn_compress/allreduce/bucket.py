@@ -100,21 +100,6 @@ class Bucket:
             for place in range(self.rounds)
         ]
 
-    def new_state(self, like: Array) -> State:
-        """The state before anything is known, on the device of `like`."""
-        return self._named(part.new_state(like) for part in self.parts)
-
-    def begin(self, state: State, means: Sequence[Array]) -> State:
-        """Directions and scales for gradients like these means; see Method.begin."""
-        states, by_part = self._states(state), self._by_part(means)
-        pieces = zip(self.parts, states, by_part, strict=True)
-        return self._named(part.begin(of_part, mine) for part, of_part, mine in pieces)
-
-    def rescale(self, state: State, quarters: int) -> State:
-        """Expect gradients 2**(quarters / 4) times as large from now on."""
-        pieces = zip(self.parts, self._states(state), strict=True)
-        return self._named(part.rescale(of_part, quarters) for part, of_part in pieces)
-
     def step(
         self,
         state: State,
@@ -129,7 +114,7 @@ class Bucket:
 
         Parameters
         ----------
-        state : what ranks share, as `begin` or the last step left it
+        state : what ranks share, as `join` made it or the last step left it
         gradients, memories : of each tensor, [n] float32; without memories, gradients are
             [rows, columns], and the step overwrites them with the residuals
         added, outs : buffers for gradient plus memory, and for the means; None allocates them, and

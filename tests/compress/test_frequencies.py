@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from bucket_ranks import LIBRARIES, Ranks, bits
+from bucket_ranks import LIBRARIES, Ranks, begin, bits, new_state
 from samples import alike
 from scipy.fft import dctn, idctn
 from sessions import dense, exchange_all
@@ -250,9 +250,9 @@ def test_tensorflow_shares_every_bit():
     rng, ranks = np.random.default_rng(12), 2
     bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))
     means = [it.reshape(-1) for it in chance(rng, 1, [TORCH, KERAS])[0]]
-    state = bucket.new_state(np.zeros(1, np.float32))
+    state = new_state(bucket, np.zeros(1, np.float32))
     matrices = [mean.reshape(shape) for mean, shape in zip(means, bucket.shapes, strict=True)]
-    state = bucket.begin(state, matrices)
+    state = begin(bucket, state, matrices)
     memories = [np.zeros(math.prod(shape), np.float32) for shape in bucket.shapes]
 
     def stepped(state, memories, gradients, first, second):

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from bucket_ranks import new_state
 from samples import alike
 
 from sn_compress import PayloadError, _native
@@ -145,7 +146,7 @@ def test_they_are_for_one_thread_of_a_host_and_hardware_that_is_alike(monkeypatc
     ):
         torch.set_num_threads(threads)
         zeros = [library.zeros(2400, dtype=library.float32)]
-        state = bucket.new_state(zeros[0])
+        state = new_state(bucket, zeros[0])
         next(bucket.step(state, zeros, StepOptions(2, 0, exact=exact), zeros))
     assert len(asked) == 1
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from bucket_ranks import Ranks, bits, chance, driven
+from bucket_ranks import Ranks, begin, bits, chance, driven, new_state
 from samples import alike
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -142,7 +142,9 @@ def test_nothing_is_read_from_a_device(method, exact):
     def zeros():
         return [torch.zeros(shape, device="meta") for shape in bucket.shapes]
 
-    state = bucket.rescale(bucket.begin(bucket.new_state(zeros()[0]), zeros()), 4)
+    state = begin(bucket, new_state(bucket, zeros()[0]), zeros())
+    pairs = zip(bucket.parts, bucket._states(state), strict=True)
+    state = bucket._named(part.rescale(own, 4) for part, own in pairs)
     before = {name: (it.shape, it.dtype) for name, it in state.items()}
     for outs in (zeros(), None):
         rounds = bucket.step(state, zeros(), StepOptions(4, 3, exact=exact), outs=outs)
@@ -166,7 +168,7 @@ def test_the_ops_of_a_step_do_not_depend_on_the_numbers(part, near):
     """Recorded on zeros and run again on others, they make of those what a step makes."""
     bucket = Bucket([part])
     (shape,), count = bucket.shapes, len(bucket.words(2))
-    empty = bucket.new_state(torch.zeros(1))
+    empty = new_state(bucket, torch.zeros(1))
 
     def step(matrix, *others):
         named = dict(zip(empty, others[count:], strict=True))

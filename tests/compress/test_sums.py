@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bucket_ranks import new_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_compress import _native
@@ -81,7 +82,7 @@ def launches(shapes):
     """Of a step of a bucket of matrices, on a device."""
     parts = Bucket([LowRank(shapes, [4 + at % 5 for at in range(len(shapes))])])
     matrices = [torch.zeros(shape, device="meta") for shape in parts.shapes]
-    state = parts.new_state(matrices[0])
+    state = new_state(parts, matrices[0])
 
     def step():
         outs = [torch.empty_like(it) for it in matrices]
@@ -107,7 +108,9 @@ from sn_compress.allreduce.methods.dense import Dense
 parts = Bucket([LowRank([(200, 301), (64, 500)], [6, 9]), Dense([(3, 70)])])
 rng = np.random.default_rng(0)
 mean = [rng.standard_normal(shape).astype(np.float32) for shape in parts.shapes]
-state, told = parts.begin(parts.new_state(mean[0]), mean), hashlib.sha256()
+by_part = zip(parts.parts, parts._by_part(mean))
+state = parts._named(one.begin(one.new_state(own[0]), own) for one, own in by_part)
+told = hashlib.sha256()
 for step in range(5):
     # Words that all ranks would get: of digits that do not hang on this machine's products.
     steps = parts.step(state, [it.copy() for it in mean], StepOptions(3, 0, exact=True))

@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from bucket_ranks import begin, new_state
 from samples import alike
 
 tf = pytest.importorskip("tensorflow")
@@ -115,8 +116,8 @@ def tensors(values):
 def start(rng):
     """A state that has seen a gradient, and memories of zeros for each rank."""
     pairs = zip(exact_gradients(rng, BUCKET.shapes), BUCKET.shapes, strict=True)
-    state = BUCKET.new_state(np.zeros(1, np.float32))
-    state = BUCKET.begin(state, [each.reshape(shape) for each, shape in pairs])
+    state = new_state(BUCKET, np.zeros(1, np.float32))
+    state = begin(BUCKET, state, [each.reshape(shape) for each, shape in pairs])
     zeros = [np.zeros(rows * columns, np.float32) for rows, columns in BUCKET.shapes]
     return state, [zeros] * RANKS
 
@@ -197,7 +198,7 @@ def test_no_operation_of_a_step_calls_python():
 def test_a_gradient_of_another_size_is_refused():
     bucket, order = bucket_of((Dense([(1, 40)]),))
     assert order == (0,)
-    state = tensors(bucket.new_state(np.zeros(1, np.float32)))
+    state = tensors(new_state(bucket, np.zeros(1, np.float32)))
     with pytest.raises(CompressError, match=r"shape \(39,\); expected \(40,\)"):
         next(traced_step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], StepOptions(2, 0)))
 
