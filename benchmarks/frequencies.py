@@ -21,7 +21,7 @@ from rows_file import flags, save
 from simulated import Floats, rank_gradients, sum_in_order
 
 from sn_compress.allreduce.bucket import Bucket
-from sn_compress.allreduce.methods.base import Method
+from sn_compress.allreduce.methods.base import Method, StepOptions
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.ops.products import cut
@@ -38,8 +38,8 @@ class Followed:
     def __init__(self, name: str, part: Method, mean: Floats) -> None:
         self.name, self.part, self.bucket = name, part, Bucket([part])
         (self.shape,) = part.shapes
-        state = self.bucket.new_state(mean)
-        self.states = [self.bucket.begin(state, [mean.reshape(self.shape)])] * RANKS
+        state = part.begin(part.new_state(mean), [mean.reshape(self.shape)])
+        self.states = [self.bucket.join(part.split(state))] * RANKS
         self.memories = [np.zeros(self.shape, np.float32)] * RANKS
         self.sent: list[float] = []
         self.residuals: list[float] = []
@@ -52,7 +52,7 @@ class Followed:
         ]
         mean = np.mean(held, axis=0, dtype=np.float64)
         steps = [
-            self.bucket.step(state, [own], ranks=RANKS, rank=rank)
+            self.bucket.step(state, [own], StepOptions(RANKS, rank))
             for rank, (state, own) in enumerate(zip(self.states, held, strict=True))
         ]
         words, ends = [next(one) for one in steps], []

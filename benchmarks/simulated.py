@@ -155,6 +155,7 @@ class Frequencies(Exchange):
             for rank in range(ranks)
         ]
         for engine, own in zip(self.engines, by_engine, strict=True):
+            engine.begin(own)
             engine.sort(own, ranks=ranks, total=_no_sums)  # the step begins: its theta
         running = [
             engine.rounds(own, ranks=ranks, rank=rank)

@@ -17,11 +17,13 @@ from typing import Any
 
 import numpy as np
 
+from .. import _native
 from ..arrays import full_fp32_matmul, host_threads, namespace, where_all
 from ..errors import CompressError
 from ..ops.fixed_point import PRIME, word_sum
-from ..ops.products import remembered
-from .methods.base import HEAD, Array, Method, Outcome, Send, State, Step, Summed
+from ..ops.products import kernel, remembered
+from .methods.base import HEAD, Array, Method, Outcome, Send, State, StepOptions, Summed
+from .methods.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -98,31 +100,13 @@ class Bucket:
             for place in range(self.rounds)
         ]
 
-    def new_state(self, like: Array) -> State:
-        """The state before anything is known, on the device of `like`."""
-        return self._named(part.new_state(like) for part in self.parts)
-
-    def begin(self, state: State, means: Sequence[Array]) -> State:
-        """Directions and scales for gradients like these means; see Method.begin."""
-        states, by_part = self._states(state), self._by_part(means)
-        pieces = zip(self.parts, states, by_part, strict=True)
-        return self._named(part.begin(of_part, mine) for part, of_part, mine in pieces)
-
-    def rescale(self, state: State, quarters: int) -> State:
-        """Expect gradients 2**(quarters / 4) times as large from now on."""
-        pieces = zip(self.parts, self._states(state), strict=True)
-        return self._named(part.rescale(of_part, quarters) for part, of_part in pieces)
-
     def step(
         self,
         state: State,
         gradients: Sequence[Array],
+        options: StepOptions,
         memories: Sequence[Array] | None = None,
         *,
-        ranks: int,
-        rank: int | None,
-        decay: float = 1.0,
-        exact: bool = False,
         added: Sequence[Array | None] | None = None,
         outs: Sequence[Array] | None = None,
     ) -> Rounds:
@@ -130,43 +114,30 @@ class Bucket:
 
         Parameters
         ----------
-        state : what ranks share, as `begin` or the last step left it
+        state : what ranks share, as `join` made it or the last step left it
         gradients, memories : of each tensor, [n] float32; without memories, gradients are
             [rows, columns], and the step overwrites them with the residuals
-        ranks, rank : how many may add to the sum; which of them this is, where it matters
-        decay : factor on the memories before they are added
-        exact : the same bits on ranks of unlike hardware
         added, outs : buffers for gradient plus memory, and for the means; None allocates them, and
             `outs` may be the gradients
 
         Every rank makes the same call. Ranks that are fed the same sums return the same bits.
         """
         energy: Array | None = None
-        compiled = None
         with full_fp32_matmul(gradients[0]):
-            # One call of the extension for each round, where one part of NumPy arrays is all there
-            # is. Beside other parts it would change the last digits of the report, as C++ sums
-            # energies in float64 (docs/decisions/0094).
-            if memories is not None and not exact and _one_thread_of_host(self.parts, gradients):
-                compiled = self.parts[0].compiled_step(
-                    state=self._states(state)[0], gradients=gradients, memories=memories,
-                    ranks=ranks, decay=decay, added=added, outs=outs,
-                )  # fmt: skip
-            if compiled is not None:
-                steps: list[Step] = [compiled]
+            if memories is not None and (part := self._compiled(gradients, options)) is not None:
+                states = self._states(state)[0]
+                steps = [part.compiled_step(states, gradients, memories, options, added, outs)]
             else:
                 if memories is not None:
-                    gradients, energy = self._added(gradients, memories, decay, added)
+                    gradients, energy = self._added(gradients, memories, options.decay, added)
                     if outs is not None:
                         pairs = zip(outs, self.shapes, strict=True)
                         outs = [namespace(out).reshape(out, shape) for out, shape in pairs]
                 into = [None] * len(self.parts) if outs is None else self._by_part(outs)
-                steps = [
-                    part.step(of_part, mine, ranks=ranks, rank=rank, exact=exact, outs=out)
-                    for part, of_part, mine, out in zip(
-                        self.parts, self._states(state), self._by_part(gradients), into, strict=True
-                    )
-                ]
+                by_part = zip(
+                    self.parts, self._states(state), self._by_part(gradients), into, strict=True
+                )
+                steps = [part.step(of, mine, options, out) for part, of, mine, out in by_part]
             sends = {place: next(step) for place, step in enumerate(steps)}
             xp = namespace(sends[0].words)
             energy = sends[0].energy if energy is None else energy
@@ -216,6 +187,20 @@ class Bucket:
                 energy=energy,
                 sent=sum(outcome.sent for outcome in outcomes[1:]) + outcomes[0].sent,
             )
+
+    def _compiled(self, gradients: Sequence[Array], options: StepOptions) -> LowRank | None:
+        """The part whose rounds the extension computes, a call each; None where it may not.
+
+        It runs on one thread; products outside of it are spread over all there are. Beside other
+        parts it would change the last digits of the report, as C++ sums energies in float64
+        (docs/decisions/0094).
+        """
+        part = self.parts[0]
+        if len(self.parts) > 1 or options.exact or not isinstance(part, LowRank):
+            return None
+        of_numpy = all(type(gradient) is np.ndarray for gradient in gradients)
+        one_thread = of_numpy and host_threads(gradients[0]) == 1
+        return part if one_thread and kernel(_native.core()) is not None else None
 
     def _added(
         self,
@@ -284,11 +269,7 @@ def traced_step(
     state: State,
     memories: Sequence[Array],
     gradients: Sequence[Array],
-    *,
-    ranks: int,
-    rank: int | None,
-    decay: float = 1.0,
-    exact: bool = False,
+    options: StepOptions,
 ) -> Generator[Array, Array, StepResult]:
     """A step of a graph; see Bucket.step.
 
@@ -296,9 +277,7 @@ def traced_step(
     """
     for gradient, shape in zip(gradients, bucket.shapes, strict=True):
         check(gradient, shape)
-    result = yield from bucket.step(
-        state, gradients, memories, ranks=ranks, rank=rank, decay=decay, exact=exact
-    )
+    result = yield from bucket.step(state, gradients, options, memories)
     xp, names, count = namespace(gradients[0]), list(state), len(memories)
     residuals = [xp.reshape(residual, (-1,)) for residual in result.residuals]
     values = where_all(
@@ -309,15 +288,6 @@ def traced_step(
     means = [xp.reshape(mean, (-1,)) for mean in result.mean]
     following = dict(zip(names, values[count:], strict=True))
     return StepResult(means, values[:count], following, result.numbers())
-
-
-def _one_thread_of_host(parts: Sequence[Method], gradients: Sequence[Array]) -> bool:
-    """Whether the extension may do a step: one part, NumPy arrays, one thread.
-
-    A compiled round runs on one thread; products outside of it are spread over all there are.
-    """
-    of_numpy = all(type(gradient) is np.ndarray for gradient in gradients)
-    return len(parts) == 1 and of_numpy and host_threads(gradients[0]) == 1
 
 
 def _round(sends: dict[int, Send], finite: Array | None) -> Array:

@@ -34,7 +34,7 @@ from ..arrays import (
     to_host,
 )
 from ..codecs.base import MAX_ELEMENTS, Floats
-from ..collective import Collective, Gradient, Rounds, StepTimer, dtype_name
+from ..collective import Collective, Gradient, Rounds, dtype_name
 from ..errors import CompressError
 from ..ops.fixed_point import times_power
 from ..saved import reading
@@ -54,6 +54,7 @@ from .allocate import (
     votes,
 )
 from .bucket import Result
+from .methods.base import StepOptions
 from .state import JointStep, StepStatus, Tensor, propose
 
 _FORMAT = 6
@@ -96,7 +97,6 @@ class AllReduceExchange:
         decay: float = 1.0,
         frequencies: bool = False,
         traffic: Any = None,
-        seconds: StepTimer | None = None,
         find_unused: bool = False,
         drops_unused: bool = False,
         pauses: bool = False,
@@ -111,7 +111,7 @@ class AllReduceExchange:
         self._left_out: dict[str, int] = {}  # elements
         self._ranks = 1  # of the last step
         self._verdicts: dict[str, tuple[StepStatus, str]] = {}  # how each tensor's last step ended
-        self._traffic, self._seconds = traffic, seconds or StepTimer()
+        self._traffic = traffic
         self._find_unused, self._drops_unused, self._pauses = find_unused, drops_unused, pauses
         self._excluded: dict[str, Array] = {}  # memories that do not travel in this step
 
@@ -176,68 +176,46 @@ class AllReduceExchange:
         relies on its own sizes.
         """
         names = [str(gradient.name) for gradient in gradients]
-        with self._seconds.coding():
-            new = self._proposed(names, ranks, rank)
-        return self._rounds(gradients, names, new, ranks=ranks, rank=rank)
-
-    def _rounds(
-        self,
-        gradients: Sequence[Gradient],
-        names: Sequence[str],
-        new: Mapping[str, Allocation],
-        *,
-        ranks: int,
-        rank: int | None,
-    ) -> Rounds:
+        new = self._proposed(names, ranks, rank)
         like, first = gradients[0].values, self.tensors[names[0]]
-        nbytes = 0
-        with self._seconds.coding():
-            xp = namespace(like)
-            # Views of the gradients if they are float32; others are written back at the end.
-            means = [numpy_view(xp.astype(g.values, xp.float32, copy=False)) for g in gradients]
-            late = not on_host(means[0])
+        nbytes, xp = 0, namespace(like)
+        # Views of the gradients if they are float32; others are written back at the end.
+        means = [numpy_view(xp.astype(g.values, xp.float32, copy=False)) for g in gradients]
+        late = not on_host(means[0])
         try:
             vectors = means
             if new and rank is not None:
-                with self._seconds.coding():
-                    if not late:
-                        # Meanwhile the caller may write to its gradients.
-                        vectors = [namespace(vector).asarray(vector, copy=True) for vector in means]
-                    own = encode_sizes(new, ranks=ranks, rank=rank)
-                    first.size_words = own.size
-                    nbytes += own.nbytes
+                if not late:
+                    # Meanwhile the caller may write to its gradients.
+                    vectors = [namespace(vector).asarray(vector, copy=True) for vector in means]
+                own = encode_sizes(new, ranks=ranks, rank=rank)
+                first.size_words = own.size
+                nbytes += own.nbytes
                 (summed,) = yield [Collective("sum", asarray_like(own, like))]
-                with self._seconds.coding():
-                    shapes = {name: size.shape for name, size in new.items()}
-                    total = to_host(numpy_view(summed, INT32))
-                    new = decode_sizes(total, shapes, ranks=ranks)
-            with self._seconds.coding():
-                step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
-                words, result = next(step.joint.rounds), None
-                if late and self._traffic is not None:
-                    # Of the last step, which has ended by now; at its end this would have waited.
-                    for name in names:
-                        self._traffic.lost(*self.lost(name))
+                shapes = {name: size.shape for name, size in new.items()}
+                new = decode_sizes(to_host(numpy_view(summed, INT32)), shapes, ranks=ranks)
+            step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
+            words, result = next(step.joint.rounds), None
+            if late and self._traffic is not None:
+                # Of the last step, which has ended by now; at its end this would have waited.
+                for name in names:
+                    self._traffic.lost(*self.lost(name))
             while result is None:
                 nbytes += words.nbytes
                 (summed,) = yield [Collective("sum", asarray_like(words, like))]
-                with self._seconds.coding():
-                    try:
-                        words = step.joint.rounds.send(numpy_view(summed, INT32))
-                    except StopIteration as ended:
-                        result = ended.value
-            with self._seconds.coding():
-                voted = self._end(step, result)
-                # In a step of a vote each rank has one for every small tensor.
-                ballot = votes([self._outgrown(one) for one in voted]) if voted else None
-            if ballot is not None:
+                try:
+                    words = step.joint.rounds.send(numpy_view(summed, INT32))
+                except StopIteration as ended:
+                    result = ended.value
+            # In a step of a vote each rank has one for every small tensor.
+            if voted := self._end(step, result):
+                ballot = votes([self._outgrown(one) for one in voted])
                 first.size_words += ballot.size
                 nbytes += ballot.nbytes
                 (summed,) = yield [Collective("sum", asarray_like(ballot, like))]
-                with self._seconds.coding():
-                    outgrown = majority(to_host(numpy_view(summed, INT32)), len(voted))
-                    for tensor in compress(voted, outgrown):
-                        tensor.step = self.warmup - 1  # its next step is dense
+                outgrown = majority(to_host(numpy_view(summed, INT32)), len(voted))
+                for tensor in compress(voted, outgrown):
+                    tensor.step = self.warmup - 1  # its next step is dense
             if self._pauses:
                 yield []
         finally:
@@ -299,7 +277,7 @@ class AllReduceExchange:
         looked = [(t, v) for t, v in zip(tensors, vectors, strict=True) if looks(self._since(t))]
         joint = JointStep(
             [tensor.summable for tensor in tensors if tensor.summable is not None],
-            vectors, ranks=ranks, rank=rank, decay=self.decay, exact=self.exact, outs=means,
+            vectors, StepOptions(ranks, rank, self.decay, self.exact), means,
         )  # fmt: skip
         # Norms now: the step overwrites gradients by their means.
         return _Step(names, tensors, joint, [(one, norm_of(vector)) for one, vector in looked])

@@ -37,7 +37,7 @@ from .allocate import (
     with_frequencies,
 )
 from .bucket import Bucket, Result, bucket_of, check
-from .methods.base import Method, State
+from .methods.base import Method, State, StepOptions
 
 
 @dataclass
@@ -231,9 +231,6 @@ class JointStep:
     Parameters
     ----------
     tensors, gradients : of each tensor; [n] float32 each
-    ranks, rank : how many may add to the sum; which of them this is, from 0
-    decay : factor on the memories before they are added
-    exact : the same bits on ranks of unlike hardware
     outs : where to write each mean, [n] float32; may be the gradients
 
     Attributes
@@ -247,11 +244,7 @@ class JointStep:
         self,
         tensors: Sequence[TensorState],
         gradients: Sequence[Array],
-        *,
-        ranks: int,
-        rank: int | None,
-        decay: float = 1.0,
-        exact: bool = False,
+        options: StepOptions,
         outs: Sequence[Array] | None = None,
     ) -> None:
         for one, gradient in zip(tensors, gradients, strict=True):
@@ -264,11 +257,8 @@ class JointStep:
         self.rounds = self._bucket.step(
             self._bucket.join([one.state for one in self._tensors]),
             ordered,
+            options,
             [one.memory for one in self._tensors],
-            ranks=ranks,
-            rank=rank,
-            decay=decay,
-            exact=exact,
             added=added,
             outs=None if outs is None else [outs[at] for at in order],
         )
@@ -284,10 +274,13 @@ class JointStep:
 
 
 def exchange(
-    tensors: Sequence[TensorState], gradients: Sequence[Array], **options: Any
+    tensors: Sequence[TensorState],
+    gradients: Sequence[Array],
+    options: StepOptions,
+    outs: Sequence[Array] | None = None,
 ) -> Generator[Array, Array, tuple[list[Array], StepStatus]]:
     """The rounds of a JointStep; returns what its `end` returns."""
-    step = JointStep(tensors, gradients, **options)
+    step = JointStep(tensors, gradients, options, outs)
     return step.end((yield from step.rounds))
 
 

@@ -112,7 +112,8 @@ def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
     with suppress(StopIteration):
         while True:
             # An empty list of requests (Engine's `pauses`) costs no all-to-all here.
-            collectives = rounds.send(results)
+            with engine.seconds.coding():
+                collectives = rounds.send(results)
             results = yield from together([carried(carry, place) for carry in collectives])
 
 
@@ -148,7 +149,7 @@ def exchanged(
     dense: list[Gradient] = []
     compressed: list[Gradient] = []
     for gradients in owned:
-        step = engine.sort(gradients, ranks=nodes, total=_no_total, taken=taken, already_begun=True)
+        step = engine.sort(gradients, ranks=nodes, total=_no_total, taken=taken)
         for gradient in step.dense:
             put_all([gradient.values], [engine.dense_values(gradient)])
         if views := [gradient.values for gradient in (*step.plain, *step.dense)]:

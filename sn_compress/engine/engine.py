@@ -1,5 +1,6 @@
 """All tensors of one optimizer on one rank: what each step does with them, and what is kept.
 
+    engine.begin(gradients)
     step = engine.sort(gradients, ranks=ranks, total=total)
     for gradient in step.dense: send engine.dense_values(gradient), and tell engine.learn the mean
     rounds = engine.rounds(step.coded, ranks=ranks, rank=rank)     # yields what to carry
@@ -99,7 +100,7 @@ class Engine:
         self.feedback = ErrorFeedback(remembers, decay=settings.decay)
         self.traffic, self.seconds = Traffic(), StepTimer()
         self.shared = AllReduceExchange(
-            **settings.shared, traffic=self.traffic, seconds=self.seconds, find_unused=find_unused,
+            **settings.shared, traffic=self.traffic, find_unused=find_unused,
             drops_unused=drops_unused, pauses=pauses,
         )  # fmt: skip
         self.sameness = ParameterCheck(settings.check_every)
@@ -218,7 +219,7 @@ class Engine:
     def begin(self, gradients: Sequence[Gradient]) -> None:
         """Track these gradients until they are committed or aborted, on all ranks.
 
-        For rims that call `sort` later, with `already_begun`, or not at all, as by nodes.
+        By nodes also those that another rank owns, which this one does not sort.
         """
         with payloads.on_stream_of(gradients[0].values) if gradients else nullcontext():
             self._open_step({gradient.name for gradient in gradients})
@@ -232,18 +233,14 @@ class Engine:
         total: Total,
         plain_itemsize: int | None = None,
         taken: bool = False,
-        already_begun: bool = False,
     ) -> Routing:
-        """Decide how these gradients travel, the same on every rank, and count them.
+        """Decide how these gradients travel, the same on every rank, and count them; after `begin`.
 
         Where the tuner has given up compression, their residuals are added to their values.
 
         plain_itemsize : bytes of an element that travels plain; by default that of its dtype
         taken : all of these are compressed, as the rim has asked when it traced its graph
-        already_begun : `begin` was called with these
         """
-        if not already_begun:
-            self.begin(gradients)
         step = Routing([], [], [])
         for gradient in gradients:
             n, name = gradient.elements, gradient.name
@@ -309,7 +306,8 @@ class Engine:
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int) -> Rounds:
         """Average compressed gradients in place.
 
-        All ranks run the same rounds of the same gradients, in the same order.
+        All ranks run the same rounds of the same gradients, in the same order. The rim times what
+        they compute between two yields: see StepTimer.coding.
         """
         if self._casts_all:
             return self._scattered(self._casts(gradients, ranks, rank))
@@ -331,13 +329,11 @@ class Engine:
     def _gathered(
         self, gradients: Sequence[Gradient], ranks: int, encode: Callable[..., payloads.Sent]
     ) -> Rounds:
-        with self.seconds.coding():
-            codec, sent = self.codec, encode(gradients)
-            self._tell(gradients, [PayloadStats.of([payload]) for payload in sent.payloads])
+        codec, sent = self.codec, encode(gradients)
+        self._tell(gradients, [PayloadStats.of([payload]) for payload in sent.payloads])
         (gathered,) = yield [Collective("gather", sent.wire)]
-        with self.seconds.coding():
-            if check := payloads.decode(codec, gathered, gradients, ranks=ranks):
-                self.transaction.checks.append(check)
+        if check := payloads.decode(codec, gathered, gradients, ranks=ranks):
+            self.transaction.checks.append(check)
 
     def _casts(self, gradients: Sequence[Gradient], ranks: int, rank: int) -> CastBucket:
         # Here, so that runs without casts do not load them (tests/frame/test_closure.py).
@@ -351,16 +347,11 @@ class Engine:
         )  # fmt: skip
 
     def _scattered(self, bucket: payloads.Bucket | CastBucket) -> Rounds:
-        with self.seconds.coding():
-            words = bucket.begin()
-        (received,) = yield [Collective("alltoall", words, bucket.parts_bytes)]
-        with self.seconds.coding():
-            words = bucket.reduce(received)
-        (received,) = yield [Collective("gather", words, bucket.means_bytes)]
-        with self.seconds.coding():
-            bucket.end(received)
-            self._tell(bucket.gradients, bucket.stats())
-            self.transaction.checks += bucket.checks
+        (received,) = yield [Collective("alltoall", bucket.begin(), bucket.parts_bytes)]
+        (received,) = yield [Collective("gather", bucket.reduce(received), bucket.means_bytes)]
+        bucket.end(received)
+        self._tell(bucket.gradients, bucket.stats())
+        self.transaction.checks += bucket.checks
 
     def _open_step(self, names: set[str | None]) -> None:
         # Gradients of one step may come in several calls, bucket by bucket.

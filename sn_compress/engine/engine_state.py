@@ -9,14 +9,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from ..allreduce.exchange import AllReduceExchange
 from ..codecs import registry
 from ..codecs.base import Floats
+from ..consistency import Total
 from ..errors import CompressError
 from ..saved import arrays_of, held, reading
 from ..settings import Settings
 from .engine import Engine
-from .hierarchy import Place, states_to_load, with_rest
+from .feedback import ErrorFeedback
+from .hierarchy import Place, loadable, states_to_load, with_rest
 
 _FORMAT = 1
 _ARRAY = "array of the file"  # the only key of a node that stands for an array
@@ -84,14 +88,13 @@ def synchronize(
     *,
     broadcast: Callable[[Any], Any],
     gather: Callable[[Any], Iterable[Any]] | None,
-    mean_over: Callable[[str, int, Floats | None], Floats],
+    total: Total,
 ) -> None:
     """Give all ranks what ranks share, from a root, and the mean of the memories; all call it.
 
     broadcast : returns the root's object
     gather : collects an object of every rank; None where there are no nodes
-    mean_over : from a tensor's name, its elements and what this rank has yet to send of it,
-        None if it does not know the tensor, the mean over the ranks that do, [n]
+    total : the sum over the ranks of a vector, which has the name that is passed
     """
     exchange = engine.exchange
     mine = {
@@ -101,37 +104,70 @@ def synchronize(
     state = broadcast(mine)
     if gather is not None:
         state = with_rest(state, mine, gather)
+    residuals = {}
     # Sorted, as each name is a collective, and ranks may have met tensors in another order.
-    residuals = {
-        name: mean_over(name, n, exchange.unsent(name))
-        for name, n in sorted(exchange.sizes(state).items())
-    }
+    for name, n in sorted(exchange.sizes(state).items()):
+        words = np.zeros(n + 1, np.float32)  # the last one counts the ranks that know the tensor
+        if (residual := exchange.unsent(name)) is not None:
+            words[:n], words[n] = residual, 1
+        summed = total(f"sn.memory.{name}", words)
+        residuals[name] = summed[:n] / max(summed[n], 1)
     exchange.load_with_residuals(state, residuals)
     engine.theta.load_state_dict(state["theta"])  # new ranks resume where the others are
     engine.transaction.scale = state["scale"]
     engine.forget_step()
 
 
-def load_pending(
-    engine: Engine,
-    states: Sequence[dict[str, Any]] | None,
-    nodes: Place | None,
-    tensors: Iterable[tuple[str, int]],
-    *,
-    ranks: int,
-    rank: int,
-) -> None:
-    """Load states that were passed before nodes were known; CompressError if they do not fit.
+class NodeStates:
+    """Where this rank is among nodes, and states that were loaded before that was known.
 
-    states : None where all ranks have the same state of all tensors
-    tensors : see Place.owned_names
+    A state is loaded at once, as an error is to come from that call; and again when the nodes are
+    known, where it was saved with others.
+
+    Attributes
+    ----------
+    place : None where all ranks exchange with all others, and before it is known
+    loaded : states, until it is known; None: all ranks have the same state of all tensors
     """
-    # As the state of one rank of one, of which this rank keeps what it owns.
-    if states is None and nodes is not None:
-        states = [state_dict(engine, ranks=1, rank=0)]
-    chosen = states_to_load(states, nodes, tensors) if states else None
-    if chosen is not None:
-        load_state_dict(engine, chosen, ranks=ranks, rank=rank, mean=True)
+
+    def __init__(self, engine: Engine) -> None:
+        self.place: Place | None = None
+        self.loaded: list[dict[str, Any]] | None = []
+        self._engine = engine
+
+    def saved(self, ranks: int) -> dict[str, Any] | None:
+        """What to save of nodes; until they are known, what a loaded state has of them."""
+        if self.place is not None:
+            return self.place.state()
+        loaded = self.loaded
+        # Of another number of ranks, `loadable` has merged the states: they are of no nodes now.
+        merged = not loaded or (len(loaded) > 1 and loaded[0]["ranks"] != ranks)
+        return None if merged else loaded[0].get("hierarchy")  # type: ignore[index]
+
+    def load(self, state: Any, *, ranks: int, rank: int, own: bool = False, **how: Any) -> None:
+        """Load this rank's state, or the list of all ranks', as load_state_dict does.
+
+        own : take a single state for this rank's, whichever rank has saved it
+        """
+        one = isinstance(state, dict)
+        fits = state | {"ranks": ranks, "rank": rank} if one and own else loadable(state, ranks)
+        load_state_dict(self._engine, fits, ranks=ranks, rank=rank, **how)
+        self.loaded = [state] if one else list(state)
+
+    def settle(
+        self, tensors: Iterable[tuple[str, int]], *, ranks: int, rank: int, **how: Any
+    ) -> None:
+        """Load again what was loaded before nodes were known; CompressError if it does not fit.
+
+        tensors : see Place.owned_names
+        """
+        states, self.loaded = self.loaded, []
+        # As the state of one rank of one, of which this rank keeps what it owns.
+        if states is None and self.place is not None:
+            states = [state_dict(self._engine, ranks=1, rank=0)]
+        chosen = states_to_load(states, self.place, tensors) if states else None
+        if chosen is not None:
+            load_state_dict(self._engine, chosen, ranks=ranks, rank=rank, mean=True, **how)
 
 
 def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
@@ -229,11 +265,8 @@ def _load_exchanges(engine: Engine, states: list[dict[str, Any]], changes: Chang
     """Load both exchanges, or none."""
     shared, feedback = engine.shared.snapshot(), engine.feedback.snapshot()
     try:
-        engine.shared.load_state_dict(_mean_of_shared([entry["shared"] for entry in states]))
-        if len(states) == 1:
-            engine.feedback.load_state_dict(states[0]["feedback"])
-        else:
-            engine.feedback.load_mean([entry["feedback"] for entry in states])
+        load_mean(engine.shared, [entry["shared"] for entry in states])
+        load_mean(engine.feedback, [entry["feedback"] for entry in states])
         for name, change in changes.items():
             engine.feedback.change(name, _flat(change))
             engine.shared.move(name, change)
@@ -247,24 +280,27 @@ def _flat(change: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
     return lambda values: change(values).reshape(-1)
 
 
-def _mean_of_shared(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the shared exchange's state with the mean of the ranks' memories."""
-    # All else in it is the same on all ranks.
-    first = states[0]
-    tensors = dict(first["tensors"])
-    for name, entry in tensors.items():
-        entries = [state["tensors"][name] for state in states]
-        if len(states) == 1 or not any({"summable", "owed"} & saved.keys() for saved in entries):
-            continue
-        memories = [_memory(saved) for saved in entries]
-        mean = np.asarray(np.mean(memories, axis=0, dtype=np.float64), np.float32)
-        summable = {**entry["summable"], "memory": mean} if "summable" in entry else mean
-        tensors[name] = {**entry, "summable" if "summable" in entry else "owed": summable}
-    return {**first, "tensors": tensors}
+def load_mean(
+    exchange: ErrorFeedback | AllReduceExchange, states: Sequence[dict[str, Any]]
+) -> None:
+    """Load what ranks share, and the mean of what each of them had not sent.
 
-
-def _memory(entry: dict[str, Any]) -> Any:
-    """The residual of a tensor in a saved state, [n]; zeros without one."""
-    if "summable" in entry:
-        return entry["summable"]["memory"]
-    return entry.get("owed", np.zeros(math.prod(entry["shape"]), np.float32))
+    If all ranks of a run start with it, the mean over them stays what it was, however many they
+    are. A name that a rank does not have counts as zero.
+    """
+    exchange.load_state_dict(states[0])
+    if len(states) == 1:
+        return
+    sums: dict[str, npt.NDArray[np.float64]] = {}
+    for state in states:
+        exchange.load_state_dict(state)
+        for name in exchange.sizes(state):
+            residual = np.asarray(exchange.unsent(name), np.float64)
+            if name in sums and sums[name].shape != residual.shape:
+                raise CompressError(
+                    f"{name!r} has {residual.size} elements in one state and {sums[name].size} in "
+                    "another; expected those of one run"
+                )
+            sums[name] = sums[name] + residual if name in sums else residual
+    means = {name: (summed / len(states)).astype(np.float32) for name, summed in sums.items()}
+    exchange.load_with_residuals(states[0], means)

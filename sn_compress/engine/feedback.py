@@ -8,7 +8,7 @@ al. 2019).
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -254,32 +254,6 @@ class ErrorFeedback:
             self._codecs = known  # loading has asked for codecs of names that may not exist
             raise
         return loaded
-
-    def load_mean(self, states: Sequence[dict[str, Any]]) -> None:
-        """Load the mean of states saved on several ranks; nothing changes if one does not fit.
-
-        For another number of ranks: if all of them start with it, the mean over the ranks of their
-        residuals stays what it was. A name that a rank does not have counts as zero.
-        """
-        if not states:
-            raise CompressError("the mean of no states; expected those of all ranks")
-        total: dict[str, npt.NDArray[np.float64]] = {}
-        for state in states:
-            rank = ErrorFeedback(self._codec_for)
-            rank.load_state_dict(state)
-            for name, (_, memory) in rank._memory.items():
-                if memory is None:
-                    continue
-                residual = rank.residual(name).astype(np.float64)
-                if name in total and total[name].shape != residual.shape:
-                    raise CompressError(
-                        f"{name!r} has {residual.size} elements in one state and "
-                        f"{total[name].size} in another; expected those of one run"
-                    )
-                total[name] = total[name] + residual if name in total else residual
-        self._memory = {}  # a new one, as `snapshot` may have been called
-        for name, summed in total.items():
-            self._set(name, (summed / len(states)).astype(np.float32))
 
     def _load(self, name: str, entry: dict[str, Any]) -> tuple[int, Any]:
         if not isinstance(name, str):

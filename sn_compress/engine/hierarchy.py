@@ -220,15 +220,6 @@ def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def saved_place(place: Place | None, loaded: Any, ranks: int) -> dict[str, Any] | None:
-    """What to save of nodes; until they are known, what a loaded state has of them."""
-    if place is not None:
-        return place.state()
-    # Of another number of ranks, `loadable` has merged the states: they are of no nodes now.
-    merged = not loaded or (len(loaded) > 1 and loaded[0]["ranks"] != ranks)
-    return None if merged else loaded[0].get("hierarchy")
-
-
 def with_rest(
     state: dict[str, Any], mine: Mapping[str, Any], gather: Callable[[Any], Iterable[Any]]
 ) -> dict[str, Any]:

@@ -366,16 +366,20 @@ def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | N
     return shares if 2 * max(shares.means_bytes) < payload_bytes else None
 
 
-def rows_of(piece: Piece, codec: FFTCodec, n: int, memory: Sequence[Array]) -> list[Array]:
-    """Return views of a piece's blocks in the memory of its tensor, of n elements."""
-    rows = []
-    for section, part in zip(codec.sections(n), memory, strict=True):
+def sections_in(piece: Piece, codec: FFTCodec, n: int) -> list[tuple[int, slice]]:
+    """The sections of a tensor of n elements that a piece is of: number, and rows in its memory."""
+    places = []
+    for number, section in enumerate(codec.sections(n)):
         first, last = max(piece.start, section.start), min(piece.stop, section.stop)
         if first < last:
-            block = section.layout.block
-            start = section.start
-            rows.append(part[(first - start) // block : -(-(last - start) // block)])
-    return rows
+            block, start = section.layout.block, section.start
+            places.append((number, slice((first - start) // block, -(-(last - start) // block))))
+    return places
+
+
+def rows_of(piece: Piece, codec: FFTCodec, n: int, memory: Sequence[Array]) -> list[Array]:
+    """Return views of a piece's blocks in the memory of its tensor, of n elements."""
+    return [memory[number][rows] for number, rows in sections_in(piece, codec, n)]
 
 
 class Bucket:

@@ -266,14 +266,6 @@ def _cycle(topology: Topology, cycle: int) -> tuple[Meeting, ...]:
 Matrix = npt.NDArray[np.float64]
 
 
-def is_doubly_stochastic(matrix: Matrix) -> bool:
-    """Whether a matrix [r, r] has no negative entry and rows and columns that sum to one."""
-    # Each sum of r terms is rounded r times at most.
-    slack = len(matrix) * np.finfo(float).eps
-    sums = np.concatenate([matrix.sum(0), matrix.sum(1)])
-    return bool(matrix.min() >= 0 and abs(sums - 1).max() <= slack)
-
-
 def product(topology: Topology, steps: int | None = None) -> Matrix:
     """The matrix [r, r] of the first `steps` steps together; None is a whole period."""
     matrix = np.eye(topology.ranks)

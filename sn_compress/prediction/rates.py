@@ -13,6 +13,7 @@ from functools import partial
 
 import numpy as np
 
+from ..allreduce.methods.base import StepOptions
 from ..allreduce.methods.dense import Dense
 from ..allreduce.methods.low_rank import LowRank
 from ..allreduce.state import TensorState, exchange
@@ -193,7 +194,7 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 def _exchange(tensors: list[TensorState], values: list[Array]) -> None:
     """Run an exchange of tensors of one kind, in which all ranks have the same values."""
-    rounds = exchange(tensors, values, ranks=_RANKS, rank=0)
+    rounds = exchange(tensors, values, StepOptions(_RANKS, 0))
     words = next(rounds)
     for _ in range(tensors[0].part.rounds - 1):
         words = rounds.send(words * _RANKS)

@@ -191,18 +191,6 @@ class Restarts:
             )
 
 
-def mean_over(process_set: Any, _: str, n: int, vector: Any) -> Any:
-    """Return the mean, [n] float32, over the ranks that have such a vector; all ranks call it.
-
-    vector : [n], or None on a rank that has none
-    """
-    wire = np.zeros(n + 1, np.float32)  # the last one counts the ranks that have it
-    if vector is not None:
-        wire[:n], wire[n] = vector, 1
-    summed = hvd.allreduce(wire, op=hvd.Sum, process_set=process_set).numpy()
-    return summed[:n] / max(summed[n], 1)
-
-
 @dataclass(frozen=True)
 class Tensor:
     """A tensor that the tuner is asked about; nbytes : as it travels plain."""

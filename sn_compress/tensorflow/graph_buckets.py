@@ -17,14 +17,14 @@ import tensorflow as tf
 
 from ..allreduce.bucket import bucket_of, traced_step
 from ..allreduce.exchange import AllReduceExchange
-from ..allreduce.methods.base import HEAD
+from ..allreduce.methods.base import HEAD, StepOptions
 from ..allreduce.state import TensorState
 from ..arrays import to_host
 from ..codecs import batched
 from ..codecs.fft import FFTCodec
 from ..consistency import digest
 from ..engine.feedback import ErrorFeedback
-from ..engine.payloads import Piece, Shares, rows_of, shares_of
+from ..engine.payloads import Piece, Shares, rows_of, sections_in, shares_of
 from ..ops import transforms
 from ..ops.fixed_point import times_power
 from ..report import TensorTraffic
@@ -113,10 +113,7 @@ class SummedBucket:
             state,
             memories,
             [times_power(vectors[at], -self._exponents[at]) for at in self.order],
-            ranks=by.ranks,
-            rank=by.rank,
-            decay=self._of.decay,
-            exact=self._of.exact,
+            StepOptions(by.ranks, by.rank, self._of.decay, self._of.exact),
         )
         # The engine's own generator of rounds, on tensors of the graph in place of arrays.
         total, self._sent = None, []
@@ -431,22 +428,12 @@ def _memories_of(
     pieces: Sequence[Piece], rows_of_pieces: Memories, codec: FFTCodec, vectors: Sequence[Any]
 ) -> Memories:
     """The memories of tensors, by section of the codec: rows of their pieces joined in order."""
-    memories: Memories = []
-    for at, vector in enumerate(vectors):
-        sections = codec.sections(int(vector.shape[0]))
-        # This rank's own pieces and those that it sends to owners: together all of the tensor.
-        of_tensor = sorted(
-            (pair for pair in zip(pieces, rows_of_pieces, strict=True) if pair[0].tensor == at),
-            key=lambda pair: pair[0].start,
-        )
-        parts: Memories = [[] for _ in sections]
-        for piece, rows in of_tensor:
-            held = [
-                number
-                for number, section in enumerate(sections)
-                if max(piece.start, section.start) < min(piece.stop, section.stop)
-            ]
-            for number, part in zip(held, rows, strict=True):
-                parts[number].append(part)
-        memories.append([tf.concat(rows, 0) for rows in parts])
-    return memories
+    # This rank's own pieces and those that it sends to owners: together all of each tensor.
+    ordered = sorted(zip(pieces, rows_of_pieces, strict=True), key=lambda pair: pair[0].start)
+    sizes = [int(vector.shape[0]) for vector in vectors]
+    memories: list[Memories] = [[[] for _ in codec.sections(n)] for n in sizes]
+    for piece, rows in ordered:
+        held = sections_in(piece, codec, sizes[piece.tensor])
+        for (number, _), part in zip(held, rows, strict=True):
+            memories[piece.tensor][number].append(part)
+    return [[tf.concat(parts, 0) for parts in of_tensor] for of_tensor in memories]

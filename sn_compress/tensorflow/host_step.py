@@ -38,6 +38,7 @@ def average(
     """
     sets = call.process_set
     # What goes dense in this step comes first, in buckets of its own.
+    engine.begin(gradients)
     step = engine.sort(gradients, ranks=sets.size(), total=partial(total, sets, count), taken=True)
     for number, bucket in enumerate(_buckets(step.dense)):
         flat = _tensor(np.concatenate([engine.dense_values(gradient) for gradient in bucket]))

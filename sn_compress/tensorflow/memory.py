@@ -30,7 +30,6 @@ from ..consistency import Fingerprint, ParameterCheck
 from ..engine import engine_state
 from ..engine.engine import Engine
 from ..engine.feedback import ErrorFeedback
-from ..engine.hierarchy import loadable, saved_place
 from ..errors import CompressError
 from ..prediction import new_tuner
 from ..settings import Settings
@@ -43,7 +42,6 @@ from .agreement import (
     differs,
     elastic,
     hardware_fingerprint,
-    mean_over,
     refuse_untraced,
     total,
 )
@@ -540,7 +538,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """The error memories by variable ("0:kernel"), as arrays; they differ between ranks."""
         self.read()
-        nodes = saved_place(self.nodes.place, self.nodes.loaded, hvd.size())
+        nodes = self.nodes.saved(hvd.size())
         return engine_state.state_dict(self.engine, ranks=hvd.size(), rank=hvd.rank()) | {
             "hierarchy": nodes
         }
@@ -548,12 +546,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
         """Take over what state_dict returned, on whichever rank, or the list of all ranks'."""
         self._end_graphs()
-        place = {"ranks": hvd.size(), "rank": hvd.rank()}
-        fits = state | place if isinstance(state, dict) else loadable(state, hvd.size())
-        engine_state.load_state_dict(
-            self.engine, fits, **place, check=self.variables.expect,
-        )  # fmt: skip
-        self.nodes.load([state] if isinstance(state, dict) else list(state))
+        self.nodes.load(
+            state, ranks=hvd.size(), rank=hvd.rank(), own=True, check=self.variables.expect
+        )
+        self.nodes.changed()
         self._loaded()
 
     def serialize(self) -> bytes:
@@ -568,12 +564,14 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         """See Compression.synchronize; called by all ranks of the set."""
         self.reset()
         everyone = process_set.process_set_id == 0
+        total = partial(hvd.allreduce, op=hvd.Sum, process_set=process_set)
         engine_state.synchronize(
-            self.engine, mean_over=partial(mean_over, process_set),
+            self.engine, total=lambda _, words: total(words).numpy(),
             broadcast=partial(hvd.broadcast_object, root_rank=root_rank, process_set=process_set),
             gather=partial(hvd.allgather_object, name="sn.rest") if everyone else None,
         )  # fmt: skip
-        self.nodes.load(None)
+        self.nodes.loaded = None
+        self.nodes.changed()
         self._loaded()
 
 

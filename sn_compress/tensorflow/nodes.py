@@ -20,9 +20,10 @@ import tensorflow as tf
 from ..arrays import to_host
 from ..collective import Gradient
 from ..consistency import Total
-from ..engine import all_to_all, engine_state
+from ..engine import all_to_all
 from ..engine.engine import Engine
-from ..engine.hierarchy import Place, horovods_layout, may_have_nodes, saved_place
+from ..engine.engine_state import NodeStates
+from ..engine.hierarchy import Place, horovods_layout, may_have_nodes
 from ..engine.payloads import shares_of
 from ..settings import Settings
 from .agreement import elastic, refuse_joined
@@ -39,21 +40,18 @@ JOINED = (
 _ROUNDS = 2  # of a sum, at most; see allreduce/methods
 
 
-class Nodes:
+class Nodes(NodeStates):
     """Where a compression goes by nodes: its place, once that is known, and what it goes on from.
 
     Attributes
     ----------
-    place : None where all ranks exchange with all others, and before it is known
-    loaded : states, until that is known; None: all ranks have the same of all tensors
-    restarted : what was not sent, with which this rank began anew, until that is known
+    restarted : what was not sent, with which this rank began anew, until nodes are known
     """
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
-        self.place: Place | None = None
-        self.loaded: list[dict[str, Any]] | None = []
+        super().__init__(engine)
         self.restarted: dict[str, Any] | None = None
-        self._settings, self._engine = settings, engine
+        self._settings = settings
         self._ranks = self._rank = 0
         self._known = elastic()  # where there are none
         self._brought: dict[str, Any] | None = None
@@ -73,32 +71,28 @@ class Nodes:
             self._engine.exchange.restart({})
             self._brought = self.restarted
         self.restarted = None
-        self._load_pending()
+        self._settle()
 
-    def load(self, states: list[dict[str, Any]] | None) -> None:
-        """Go on from states that the engine has loaded; CompressError if that cannot be."""
-        self.loaded = states
+    def changed(self) -> None:
+        """Go on from what the engine has loaded; CompressError if that cannot be."""
         self._steady.clear()
         if self._known:
-            self._load_pending()
+            self._settle()
 
-    def _load_pending(self) -> None:
-        states, self.loaded = self.loaded, []
-        exchange, engine = self._engine.exchange, self._engine
+    def _settle(self) -> None:
+        exchange = self._engine.exchange
         part = "shared" if self._settings.exchange == "shared" else "feedback"
         sizes: dict[str, int] = {}
-        for state in states or []:
+        for state in self.loaded or []:
             sizes |= exchange.sizes(state[part])
-        if states is None:
+        if self.loaded is None:
             sizes = exchange.sizes(exchange.state_dict())
-        engine_state.load_pending(
-            engine, states, self.place, sorted(sizes.items()), ranks=self._ranks, rank=self._rank
-        )
+        self.settle(sorted(sizes.items()), ranks=self._ranks, rank=self._rank)
 
     @property
     def size(self) -> int:
         """Ranks of a node whose mean is remembered here."""
-        saved = saved_place(self.place, self.loaded, self._ranks)
+        saved = self.saved(self._ranks)
         return len(saved["nodes"][0]) if saved else 1
 
     def owns(self, name: str, elements: int) -> bool:

@@ -272,7 +272,7 @@ def _earlier(memory: OptimizerState) -> _Earlier:
 def _variables(call: Call, memory: OptimizerState, places: Iterable[Any]) -> list[Any] | None:
     """Variables of a tape's gradients; None where all gradients count as applied.
 
-    A tape says nothing of what becomes of its gradients; see `outcomes.py`.
+    A tape says nothing of what becomes of its gradients; see `variables.py`.
     """
     if not call.sources or memory.accumulates or not memory.settings.feedback:
         return None
@@ -491,16 +491,17 @@ def _source_of(call: Call, memory: OptimizerState) -> Source:
     handles = {place: v.handle for place, v in enumerate(sources) if isinstance(v, tf.Variable)}
     arguments = passed(sys._getframe(1))
     variables = as_variables(sources)
+    sparse = [pair for pair in enumerate(call.gradients) if hasattr(pair[1], "indices")]
     if any(
         tf.is_symbolic_tensor(handle) or any(handle is argument for argument in arguments)
         for handle in handles.values()
     ):  # the trace serves any variables: their handles are its arguments
-        return Source(None, handles, None, variables, call.sparse)
+        return Source(None, handles, None, variables, sparse)
     slots = np.full(len(sources), NO_VARIABLE, np.int64)
     slots[list(handles)] = memory.variables.slots(map(repr, handles.values()))
     names = {place: memory.variables.name(int(slot)) for place, slot in enumerate(slots)}
-    sparse = [(names[place] or f"{place}:sparse", slices) for place, slices in call.sparse]
-    return Source(names, {}, slots.tobytes(), variables, sparse)
+    named = [(names[place] or f"{place}:sparse", slices) for place, slices in sparse]
+    return Source(names, {}, slots.tobytes(), variables, named)
 
 
 def _shaped(tensor: Any, call: Call, place: int | None) -> Any:

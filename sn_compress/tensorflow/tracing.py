@@ -53,11 +53,10 @@ class Call:
     name : the name given to hvd.allreduce, or None
     sources, place : the variables of a tape and the gradient's index among them; None for a
         plain hvd.allreduce, and place is None where one tensor is the gradient of several
-    sparse : of the tape's gradients those that are sparse, (place, tf.IndexedSlices), about which
-        `compress` is never asked
     op, process_set, scale : the operation, who takes part, pre- and postscale factors multiplied
     ignore_name_scope : what was said to hvd.allreduce
-    gradients : of the tape, all of them, None where there is none; empty for a plain hvd.allreduce
+    gradients : of the tape, all of them, None where there is none, and sparse ones, about which
+        `compress` is never asked; empty for a plain hvd.allreduce
     branch : whether Horovod put the tensor into a branch of a tf.cond of its own
     """
 
@@ -69,7 +68,6 @@ class Call:
     process_set: Any
     scale: float
     ignore_name_scope: bool
-    sparse: Sequence[tuple[int, Any]] = ()
     gradients: Sequence[Any] = ()
     branch: bool = False
 
@@ -88,7 +86,7 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 "pieces. Use Compression.none or Compression.fp16 there."
             )
         if function in _REDUCE:
-            sources, place, sparse, gradients = _place(frames, tensor)
+            sources, place, gradients = _place(frames, tensor)
             return Call(
                 compression=local["compression"],
                 name=_name(function, local, tensor),
@@ -98,7 +96,6 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
                 process_set=local["process_set"],
                 scale=local["prescale_factor"] * local["postscale_factor"],
                 ignore_name_scope=local["ignore_name_scope"],
-                sparse=sparse,
                 gradients=gradients,
                 branch=sources is not None,
             )
@@ -226,14 +223,12 @@ def _name(function: str, local: dict[str, Any], tensor: Any) -> str | None:
 
 def _place(
     frames: Iterator[tuple[str, dict[str, Any]]], tensor: Any
-) -> tuple[Sequence[Any] | None, int | None, Sequence[tuple[int, Any]], Sequence[Any]]:
+) -> tuple[Sequence[Any] | None, int | None, Sequence[Any]]:
     for function, local in frames:
         if function == "allreduce_grads":
             grads = local["grads"]
-            place = _only(grads, tensor)
-            sparse = [(i, grad) for i, grad in enumerate(grads) if hasattr(grad, "indices")]
-            return local["vars"] or [None] * len(grads), place, sparse, list(grads)
-    return None, None, (), ()
+            return local["vars"] or [None] * len(grads), _only(grads, tensor), list(grads)
+    return None, None, ()
 
 
 def _only(tensors: Sequence[Any], tensor: Any) -> int | None:

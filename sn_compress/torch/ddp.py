@@ -30,15 +30,13 @@ import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
-from ..allreduce.exchange import AllReduceExchange
 from ..codecs import registry
 from ..collective import GROUP, Gradient
 from ..compression import Compression, settings_of
 from ..consistency import Fingerprint, Total
 from ..engine import engine_state
-from ..engine.engine import Engine, MethodSelector
-from ..engine.feedback import ErrorFeedback
-from ..engine.hierarchy import NodeLayout, find_layout, loadable, saved_place, states_to_load
+from ..engine.engine import Engine
+from ..engine.hierarchy import NodeLayout, find_layout
 from ..errors import CompressError
 from ..prediction import new_tuner
 from .layout import (
@@ -110,7 +108,7 @@ class CompressionState:
             tuner=partial(new_tuner, casts=True), outcomes=self.outcomes,
             find_unused=find_unused_parameters,
         )  # fmt: skip
-        self.feedback, self.shared, self.traffic = engine.feedback, engine.shared, engine.traffic
+        self.traffic = engine.traffic
         self.collectives.waiting = engine.seconds.waiting
         self.names = Names(named_parameters)
         self.watch = CallWatch(warn_after, self.names.known, self._step_ended)
@@ -126,7 +124,7 @@ class CompressionState:
         self.summing: list[Generator[Any, None, None]] = []  # of those, at the sum of their node
         self.nodes: NodeGroups | None = None  # where gradients are summed by nodes first
         self._knows_nodes = self.settings.hierarchy is None
-        self._loaded: list[dict[str, Any]] = []  # states, until it is known which nodes there are
+        self._states = engine_state.NodeStates(engine)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return CopiedState, (self.compression,)
@@ -140,20 +138,6 @@ class CompressionState:
     def rank(self) -> int:
         """Its number among them."""
         return self.collectives.rank
-
-    @property
-    def exchange(self) -> ErrorFeedback | AllReduceExchange:
-        """Where the memories are of what is compressed."""
-        return self.engine.exchange
-
-    @property
-    def tuner(self) -> MethodSelector | None:
-        """Of AutoCompression, from the first gradient on."""
-        return self.engine.tuner
-
-    @tuner.setter
-    def tuner(self, tuner: MethodSelector) -> None:
-        self.engine.tuner = tuner
 
     def report(self) -> dict[str, float]:
         """What this rank sent so far, and what the tuner chose; see Compression.report."""
@@ -185,12 +169,12 @@ class CompressionState:
             ([Gradient(part.name, part.shape, part.of(flat)) for part in parts], flat)
             for flat, parts in flats
         ]
+        for gradients, _ in groups:
+            self.engine.begin(gradients)
         if self.nodes is not None:
             # From here on the ranks are the owners of one number, one of each node, and the
             # gradients those that this rank owns: the engine sees no others.
             collectives = self.nodes.between
-            for gradients, _ in groups:
-                self.engine.begin(gradients)  # those that other ranks own, too
             sums = [self.nodes.sum(gradients) for gradients, _ in groups]
             for node_sum in sums:
                 node_sum.scatter()
@@ -202,9 +186,7 @@ class CompressionState:
         coded: list[Gradient] = []
         for gradients, flat in groups:
             total = partial(self._total, flat.device, collectives)
-            step = self.engine.sort(
-                gradients, ranks=ranks, total=total, already_begun=self.nodes is not None
-            )
+            step = self.engine.sort(gradients, ranks=ranks, total=total)
             for gradient in step.dense:
                 gradient.values.copy_(self.engine.dense_values(gradient))
             if views := [gradient.values for gradient in (*step.plain, *step.dense)]:
@@ -221,7 +203,7 @@ class CompressionState:
             with suppress(StopIteration):
                 while True:
                     # Left before each yield: inside, it would hold in whoever resumed this.
-                    with torch.no_grad():
+                    with torch.no_grad(), self.engine.seconds.coding():
                         requests = rounds.send(results)  # type: ignore[arg-type]
                     started = [collectives.begin(request) for request in requests]
                     yield
@@ -253,7 +235,7 @@ class CompressionState:
         self.watch.called()
         total = partial(self._total, like.device, self.collectives)
         fingerprint = fingerprint_of(self.names.known()) if self.names.complete else []
-        if not saved_place(self.nodes, self._loaded, self.ranks):
+        if not self._states.saved(self.ranks):
             fingerprint += self.engine.progress()
         self.engine.agree(
             fingerprint, total=total, rank=self.rank, ranks=self.ranks, name="start",
@@ -275,14 +257,12 @@ class CompressionState:
         if isinstance(layout, NodeLayout):
             from .nodes import NodeGroups  # a run without nodes loads none of it
 
-            self.nodes = NodeGroups(self.collectives, layout)
+            self.nodes = self._states.place = NodeGroups(self.collectives, layout)
             self.nodes.owned_names(self._tensors())
         elif self.rank == 0:
             level = logging.WARNING if layout.startswith("nodes have") else logging.DEBUG
             _log.log(level, "%s: all ranks exchange with all others", layout)
-        states, self._loaded = self._loaded, []
-        if states:
-            self._load_by_nodes(states)
+        self._settle()
 
     def _tensors(self) -> list[tuple[str, int]]:
         """All parameters that are known, in the order in which gradients come."""
@@ -380,8 +360,8 @@ class CompressionState:
         state = engine_state.state_dict(
             self.engine, ranks=self.ranks, rank=self.rank, without_held=True
         )
-        nodes = saved_place(self.nodes, self._loaded, self.ranks)
-        state |= {"layout": layout_of(self.names.known()), "hierarchy": nodes}
+        state["layout"] = layout_of(self.names.known())
+        state["hierarchy"] = self._states.saved(self.ranks)
         return registry.map_tree(np.ndarray, torch.from_numpy, state)
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
@@ -391,33 +371,25 @@ class CompressionState:
         needed. Nothing changes if a state does not fit.
         """
         arrays = loaded_arrays(state)
-        # At once, as an error is to come from this call; by nodes again, once they are known.
-        self._load(loadable(arrays, self.ranks))
-        states = [arrays] if isinstance(arrays, dict) else list(arrays)
+        self._states.load(arrays, ranks=self.ranks, rank=self.rank, **self._checks())
         if self._knows_nodes:
-            self._load_by_nodes(states)
-        else:
-            self._loaded = states
+            self._settle()
 
     def start_empty(self) -> None:
         """Forget all memories, and begin schedules anew; on all ranks."""
-        self._loaded = []
+        self._states.loaded = []
         engine_state.start_empty(self.engine)
 
-    def _load(
-        self, state: dict[str, Any] | Sequence[dict[str, Any]], *, mean: bool = False
-    ) -> None:
-        engine_state.load_state_dict(
-            self.engine, state, ranks=self.ranks, rank=self.rank, mean=mean,
-            check=partial(engine_state.check_names, [name for _, name in self.names.known()]),
-            changes=lambda saved: changes_of(self.names.known(), saved.get("layout", {})),
-        )  # fmt: skip
+    def _settle(self) -> None:
+        self._states.settle(self._tensors(), ranks=self.ranks, rank=self.rank, **self._checks())
 
-    def _load_by_nodes(self, states: list[dict[str, Any]]) -> None:
-        """Load states that were given before the nodes were known; CompressError if impossible."""
-        chosen = states_to_load(states, self.nodes, self._tensors())
-        if chosen is not None:
-            self._load(chosen, mean=True)
+    def _checks(self) -> dict[str, Any]:
+        """What loading is told of the parameters."""
+        named = self.names.known()
+        return {
+            "check": partial(engine_state.check_names, [name for _, name in named]),
+            "changes": lambda saved: changes_of(named, saved.get("layout", {})),
+        }
 
 
 def compression_hook(

@@ -9,9 +9,8 @@ starts buckets that are incomplete, and waits for all. `hooks` has what Horovod 
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from types import FrameType
 from typing import Any
 
@@ -30,8 +29,10 @@ from .under_horovod.agreement import (
     agree_on_optimizers,
     alike_in_hardware,
     end_broken_rounds,
+    find_nodes,
     follow_restarts,
     load_state_dict,
+    ordered_tensors,
     reduced_parameters,
     residuals,
     restart,
@@ -61,7 +62,6 @@ from .under_horovod.in_flight import (
     rounds,
 )  # fmt: skip
 from .under_horovod.memory import OptimizerState, Pending, memory_of
-from .under_horovod.nodes import find_nodes, load_pending
 
 __all__ = [
     "Elastic", "compress", "count_sparse", "load_state_dict", "report", "residuals", "restart",
@@ -70,9 +70,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
-_of_calls: OrderedDict[tuple[Settings, int], OptimizerState] = OrderedDict()  # plain hvd.allreduce
-# States of calls that are kept: a program that makes settings anew for each call would fill memory.
-# The same go on all ranks, which make the same calls.
+# States of plain hvd.allreduce that are kept: a program that makes settings anew for each call
+# would fill memory. The same go on all ranks, which make the same calls.
 _MOST_CALLS = 64
 
 
@@ -123,9 +122,9 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     kind, flat = wire_type(tensor), tensor.detach().reshape(-1)
     gradient = Gradient(name, tuple(tensor.shape), flat)
     factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
-    if memory.nodes is not None and tensor.is_floating_point():
+    engine.begin([gradient])
+    if memory.nodes.place is not None and tensor.is_floating_point():
         # Its owner alone sorts it, once it has the node's mean; all ranks count what is dropped.
-        memory.engine.begin([gradient])
         return None, _filed(gradient, tensor, factor, memory, sets)
     step = engine.sort(
         [gradient], ranks=sets.size(), total=partial(total, memory, sets),
@@ -174,7 +173,7 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
     """
     sets = caller.process_set
     ranks = sets.size()
-    follow_restarts(_of_calls.clear)
+    follow_restarts(_memory_of_calls.cache_clear)
     if caller.optimizer is None:
         memory.pending = Pending()  # other calls, and other threads, have their own
     else:
@@ -186,8 +185,9 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
             agree_on_fresh(memory, sets, fresh=True)
     if memory.engine.agreed != ranks:
         _agree(memory, caller, device)
-    if caller.optimizer is not None and memory.loaded != []:
-        load_pending(memory, caller.optimizer, sets)
+    if caller.optimizer is not None and memory.nodes.loaded != []:
+        tensors = ordered_tensors(caller.optimizer)
+        memory.nodes.settle(tensors, ranks=ranks, rank=sets.rank())
 
 
 def _agree(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
@@ -263,15 +263,11 @@ def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
     memory.submission.begin()
 
 
+@lru_cache(maxsize=_MOST_CALLS)
 def _memory_of_calls(settings: Settings, process_set: int) -> OptimizerState:
-    key = settings, process_set
-    if key not in _of_calls:
-        _of_calls[key] = OptimizerState(settings, of_call=True)
-        if len(_of_calls) > _MOST_CALLS:
-            _of_calls.popitem(last=False)
-            _say_dropped_once()
-    _of_calls.move_to_end(key)
-    return _of_calls[key]
+    if _memory_of_calls.cache_info().currsize == _MOST_CALLS:
+        _say_dropped_once()
+    return OptimizerState(settings, of_call=True)
 
 
 def count_sparse(frame: FrameType) -> None:
@@ -296,9 +292,8 @@ def _say_dropped_once() -> None:
 def report(optimizer: Any) -> dict[str, float]:
     """See Compression.report."""
     memory = memory_of(optimizer)
-    report = memory.engine.report()
-    steps = memory.engine.traffic.steps
-    return report if memory.nodes is None else report | memory.nodes.report(steps)
+    report, place = memory.engine.report(), memory.nodes.place
+    return report if place is None else report | place.report(memory.engine.traffic.steps)
 
 
 def watch(optimizer: Any, scaler: Any) -> None:

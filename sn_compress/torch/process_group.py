@@ -180,7 +180,8 @@ class HookedModel:
         if (model := self._alive()) is None:
             return group
         theirs = model.process_group
-        group = theirs if group is None else group
+        if group is None or group is theirs:
+            return theirs
         if (ours := _ranks(group)) != (ddp := _ranks(theirs)):
             raise CompressError(
                 f"CompressionState has the process_group of ranks {ours}, and its hook is on a "

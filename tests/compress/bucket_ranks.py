@@ -7,6 +7,7 @@ import torch
 from samples import alike
 
 from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import StepOptions
 
 LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.array(array))]
 
@@ -25,13 +26,22 @@ def driven(rounds, total):
         return words, end.value
 
 
+def new_state(bucket, like):
+    return bucket._named(part.new_state(like) for part in bucket.parts)
+
+
+def begin(bucket, state, means):
+    each = zip(bucket.parts, bucket._states(state), bucket._by_part(means), strict=True)
+    return bucket._named(part.begin(own, mine) for part, own, mine in each)
+
+
 class Ranks:
     """Ranks of one bucket, every other one of torch; what they share has the same bits on all."""
 
     def __init__(self, parts, ranks, libraries=LIBRARIES):
         self.bucket, self.ranks = Bucket(parts), ranks
         self.of = [libraries[rank % len(libraries)] for rank in range(ranks)]
-        self.states = [self.bucket.new_state(of(np.zeros(1, np.float32))) for of in self.of]
+        self.states = [new_state(self.bucket, of(np.zeros(1, np.float32))) for of in self.of]
         self.memories = [
             [np.zeros(shape, np.float32) for shape in self.bucket.shapes] for _ in self.of
         ]
@@ -39,7 +49,7 @@ class Ranks:
     def begin(self, means):
         pairs = [zip(means, self.bucket.shapes, strict=True) for _ in self.of]
         self.states = [
-            self.bucket.begin(state, [of(mean.reshape(shape)) for mean, shape in pair])
+            begin(self.bucket, state, [of(mean.reshape(shape)) for mean, shape in pair])
             for of, state, pair in zip(self.of, self.states, pairs, strict=True)
         ]
 
@@ -55,7 +65,7 @@ class Ranks:
             pairs = zip(self.memories[rank], gradients[rank], strict=True)
             matrices = [self.of[rank](m + g.reshape(m.shape)) for m, g in pairs]
             steps[rank] = self.bucket.step(
-                self.states[rank], matrices, ranks=self.ranks, rank=rank, exact=True
+                self.states[rank], matrices, StepOptions(self.ranks, rank, exact=True)
             )
         words = {rank: next(one) for rank, one in steps.items()}
         while words:

@@ -120,6 +120,7 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
     ways = []
     for engine, own in zip(all_, values, strict=True):
         given = [Gradient(name, shape, make(own[name])) for name, shape in shapes.items()]
+        engine.begin(given)
         ways.append(engine.sort(given, ranks=ranks, total=total))
     named = [
         {kind: [g.name for g in getattr(way, kind)] for kind in ("plain", "dense", "coded")}
@@ -138,7 +139,8 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
             own[:] = mean
     pairs = enumerate(zip(all_, ways, strict=True))
     rounds = [e.rounds(w.coded, ranks=ranks, rank=r) for r, (e, w) in pairs if w.coded]
-    asked = [next(each) for each in rounds]
+    with all_[0].seconds.coding():
+        asked = [next(each) for each in rounds]
     while asked:
         results = [[] for _ in asked]
         for each in zip(*asked, strict=True):

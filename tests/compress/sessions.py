@@ -16,17 +16,11 @@ def by_hand(session, names, values, *, ranks, rank=None):
     xp = namespace(values[0])
     means = [xp.reshape(xp.astype(each, xp.float32, copy=True), (-1,)) for each in values]
     gradients = [Gradient(*of) for of in zip(names, [m.shape for m in means], means, strict=True)]
-    # Now, as it is what proposes sizes; tests look at those before a word is sent.
-    rounds = session.rounds(gradients, ranks=ranks, rank=rank)
-
-    def words():
-        sums = None
-        with suppress(StopIteration):
-            while True:
-                sums = [(yield rounds.send(sums)[0].words)]
-        return means
-
-    return words()
+    rounds, sums = session.rounds(gradients, ranks=ranks, rank=rank), None
+    with suppress(StopIteration):
+        while True:
+            sums = [(yield rounds.send(sums)[0].words)]
+    return means
 
 
 def only(rounds):
@@ -40,13 +34,15 @@ def total_of(words):
     return np.sum([np.asarray(each) for each in words], axis=0, dtype=np.int32)
 
 
-def run(rounds, joined=()):
+def run(rounds, joined=(), begun=lambda: None):
     """Drive the ranks' rounds as an all-reduce would.
 
+    begun : called when all have their first words, for which sizes are proposed
     Returns the results by rank, without `joined`, and how many words travelled in each round.
     """
     live = {rank: each for rank, each in enumerate(rounds) if rank not in joined}
     words = {rank: next(each) for rank, each in live.items()}
+    begun()
     seen = []
     while True:
         (shape,) = {each.shape for each in words.values()}

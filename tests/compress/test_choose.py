@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -147,6 +148,10 @@ def disturbed(monkeypatch):
     monkeypatch.setattr(EnergyCurve, "of", of)
 
 
+def note_proposed(tensors, proposed):
+    proposed += [tensor.proposed for tensor in tensors]
+
+
 def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
     rng = np.random.default_rng(4)
     ranks = 4
@@ -162,8 +167,9 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
         for name, shape in shapes.items():
             assert not any(own.dense(name, shape) for own in sessions)
             rounds = rounds_of(sessions, name, [values[name] for values in gradients])
-            proposed = [own.tensors[name].proposed for own in sessions]
-            means, seen = run(rounds)
+            proposed = []
+            tensors = [own.tensors[name] for own in sessions]
+            means, seen = run(rounds, begun=partial(note_proposed, tensors, proposed))
             assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
             (size,) = {own.tensors[name].size for own in sessions}
             if turn in (1, 5):
@@ -197,9 +203,9 @@ def test_where_the_first_rank_has_joined_the_next_one_decides(disturbed):
     sessions = sessions_of(3, ratio=5)
     dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
     rounds = rounds_of(sessions, "wide", [it["wide"] for it in gradients_of(rng, 3, shapes)])
-    second = sessions[1].tensors["wide"].proposed
-    run(rounds, joined=(0,))
-    assert sessions[1].tensors["wide"].size == sessions[2].tensors["wide"].size == second
+    second = []
+    run(rounds, joined=(0,), begun=partial(note_proposed, [sessions[1].tensors["wide"]], second))
+    assert [own.tensors["wide"].size for own in sessions[1:]] == second * 2
 
 
 def test_what_is_sent_is_what_the_caller_handed_over(disturbed):

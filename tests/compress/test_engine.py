@@ -131,6 +131,7 @@ def test_vectors_below_64_ki_travel_plain_and_matrices_do_not():
     for compression in (FFTCompression, LowRankCompression.using(warmup=1)):
         (engine,) = engines(compression)[:1]
         given = [Gradient(n, s, np.ones(int(np.prod(s)), np.float32)) for n, s in shapes.items()]
+        engine.begin(given)
         way = engine.sort(given, ranks=1, total=twice)
         assert [g.name for g in way.plain] == ["vector", "upright", "small", "number"]
         assert engine.report()["plain"] == 6 if way.dense else 4
@@ -409,6 +410,7 @@ def test_a_step_given_up_in_its_middle_loses_no_memory():
     values[0]["wide"][:] = 0  # its memory sits this step out
     before = both[0].residual("wide")
     given = [Gradient(name, shape, values[0][name]) for name, shape in SHAPES.items()]
+    both[0].begin(given)
     way = both[0].sort(given, ranks=RANKS, total=twice)
     rounds = both[0].rounds(way.coded, ranks=RANKS, rank=0)
     next(rounds)
@@ -432,12 +434,15 @@ def test_what_is_no_float_travels_plain():
         (engine,) = engines(compression, 1)
         for kind in ("f8", "i4"):
             other = [Gradient("w", (64, 64), np.ones(4096, kind))]
+            engine.begin(other)
             assert engine.sort(other, ranks=1, total=twice).plain == other
         nameless = [Gradient(None, (64, 64), np.ones(4096, np.float32))]
+        engine.begin(nameless)
         way = engine.sort(nameless, ranks=1, total=twice)
         gather = compression.settings.exchange == "gather"
         assert (way.coded if gather else way.plain) == nameless
     (changing,) = engines(FFTCompression.using(theta=Warmup(4, Constant(0.9))), 1)
+    changing.begin(nameless)
     with pytest.raises(CompressError, match="without a name"):
         changing.sort(nameless, ranks=1, total=twice)
 
@@ -474,6 +479,7 @@ def test_a_step_reads_no_value(of, steps, kinds):
         Gradient(name, shape, torch.zeros(int(np.prod(shape)), device="meta"))
         for name, shape in SHAPES.items()
     ]
+    engine.begin(given)
     coded = engine.sort(given, ranks=RANKS, total=twice).coded
     assert [each.name for each in coded] == list(NAMES)
     copies = {"gather": RANKS, "sum": 1}
@@ -532,7 +538,7 @@ def test_damage_on_a_device_is_an_error_of_the_next_step_on_every_rank(elsewhere
     for rank, engine in enumerate(both):
         given = [Gradient("wide", SHAPES["wide"], torch.from_numpy(noise(2)[rank]["wide"]))]
         with pytest.raises(PayloadError, match=r"step is corrupt.*the mean of its tensor was NaN"):
-            engine.sort(given, ranks=RANKS, total=None)
+            engine.begin(given)
     # Told once; who goes on all the same may.
     assert not means(both, 2)[0]["wide"].isnan().any()
     means(both, 3)

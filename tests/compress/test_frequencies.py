@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from bucket_ranks import LIBRARIES, Ranks, bits
+from bucket_ranks import LIBRARIES, Ranks, begin, bits, new_state
 from samples import alike
 from scipy.fft import dctn, idctn
 from sessions import dense, exchange_all
@@ -13,7 +13,7 @@ from sn_compress import AutoCompression, LowRankCompression
 from sn_compress.allreduce.allocate import Allocation, EnergyCurve, with_frequencies, words_of
 from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step
 from sn_compress.allreduce.exchange import AllReduceExchange
-from sn_compress.allreduce.methods.base import HEAD
+from sn_compress.allreduce.methods.base import HEAD, StepOptions
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of, waves
 from sn_compress.errors import CompressError
 
@@ -250,13 +250,14 @@ def test_tensorflow_shares_every_bit():
     rng, ranks = np.random.default_rng(12), 2
     bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))
     means = [it.reshape(-1) for it in chance(rng, 1, [TORCH, KERAS])[0]]
-    state = bucket.new_state(np.zeros(1, np.float32))
+    state = new_state(bucket, np.zeros(1, np.float32))
     matrices = [mean.reshape(shape) for mean, shape in zip(means, bucket.shapes, strict=True)]
-    state = bucket.begin(state, matrices)
+    state = begin(bucket, state, matrices)
     memories = [np.zeros(math.prod(shape), np.float32) for shape in bucket.shapes]
 
     def stepped(state, memories, gradients, first, second):
-        rounds = traced_step(bucket, state, memories, gradients, ranks=ranks, rank=0, exact=True)
+        options = StepOptions(ranks, 0, exact=True)
+        rounds = traced_step(bucket, state, memories, gradients, options)
         words = [next(rounds), rounds.send(first)]
         with pytest.raises(StopIteration) as end:
             rounds.send(second)

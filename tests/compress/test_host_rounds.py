@@ -5,10 +5,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from bucket_ranks import new_state
 from samples import alike
 
 from sn_compress import PayloadError, _native
+from sn_compress.allreduce import bucket as bucket_module
 from sn_compress.allreduce.bucket import bucket_of
+from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.low_rank import LowRank, _Tables
 from sn_compress.allreduce.state import TensorState, exchange
 
@@ -60,8 +63,8 @@ def trained(ranks, *, steps=9, damage=None):
         given = gradients(rng, step, ranks)
         started = [
             exchange(
-                each[rank], given[rank], ranks=ranks, rank=rank, decay=1 - 0.1 * (step % 2),
-                outs=given[rank] if step % 3 else None,
+                each[rank], given[rank], StepOptions(ranks, rank, 1 - 0.1 * (step % 2)),
+                given[rank] if step % 3 else None,
             )
             for rank in range(ranks)
         ]  # fmt: skip
@@ -96,16 +99,15 @@ def test_bits_are_those_of_the_rounds_that_are_put_together(ranks, steps, damage
     """With 45 ranks digits take two bytes."""
     taken = []
 
-    def noted(self, **given):
-        taken.append(compiled(self, **given))
+    def noted(*given):
+        taken.append(compiled(*given))
         return taken[-1]
 
     compiled = LowRank.compiled_step
     monkeypatch.setattr(LowRank, "compiled_step", noted)
     ours = trained(ranks, steps=steps, damage=damage)
     assert len(taken) == steps * ranks
-    assert None not in taken
-    monkeypatch.setattr(LowRank, "compiled_step", lambda self, **given: None)
+    monkeypatch.setattr(bucket_module, "kernel", lambda core: None)
     theirs = trained(ranks, steps=steps, damage=damage)
     alike(ours, theirs)
     assert sum(it.ndim == 0 and it == -1 for it in ours) == (ranks if damage else 0)
@@ -120,16 +122,21 @@ def test_rows_that_are_multiplied_chunk_by_chunk_have_the_same_bits(monkeypatch)
     for compiled in (True, False):
         with monkeypatch.context() as patch:
             if not compiled:
-                patch.setattr(LowRank, "compiled_step", lambda self, **given: None)
+                patch.setattr(bucket_module, "kernel", lambda core: None)
             tensors = [TensorState.of(*pair) for pair in zip(parts, means, strict=True)]
-            words = next(exchange(tensors, means, ranks=1, rank=0))
+            words = next(exchange(tensors, means, StepOptions(1, 0)))
             found.append(words.tobytes())
     assert found[0] == found[1]
 
 
 def test_they_are_for_one_thread_of_a_host_and_hardware_that_is_alike(monkeypatch):
     asked = []
-    monkeypatch.setattr(LowRank, "compiled_step", lambda self, **given: asked.append(self))
+
+    def noted(self, state, gradients, memories, options, added, outs):
+        asked.append(self)
+        return self.step(state, [each.reshape(40, 60) for each in gradients], options)
+
+    monkeypatch.setattr(LowRank, "compiled_step", noted)
     bucket, _ = bucket_of((LowRank([(40, 60)], [4]),))
     for library, threads, exact in (
         (np, 1, False),
@@ -139,8 +146,8 @@ def test_they_are_for_one_thread_of_a_host_and_hardware_that_is_alike(monkeypatc
     ):
         torch.set_num_threads(threads)
         zeros = [library.zeros(2400, dtype=library.float32)]
-        state = bucket.new_state(zeros[0])
-        next(bucket.step(state, zeros, zeros, ranks=2, rank=0, exact=exact))
+        state = new_state(bucket, zeros[0])
+        next(bucket.step(state, zeros, StepOptions(2, 0, exact=exact), zeros))
     assert len(asked) == 1
 
 

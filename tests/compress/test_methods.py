@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from bucket_ranks import Ranks, bits, chance, driven
+from bucket_ranks import Ranks, begin, bits, chance, driven, new_state
 from samples import alike
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.dense import Dense
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of
 from sn_compress.allreduce.methods.low_rank import LowRank
@@ -141,10 +142,12 @@ def test_nothing_is_read_from_a_device(method, exact):
     def zeros():
         return [torch.zeros(shape, device="meta") for shape in bucket.shapes]
 
-    state = bucket.rescale(bucket.begin(bucket.new_state(zeros()[0]), zeros()), 4)
+    state = begin(bucket, new_state(bucket, zeros()[0]), zeros())
+    pairs = zip(bucket.parts, bucket._states(state), strict=True)
+    state = bucket._named(part.rescale(own, 4) for part, own in pairs)
     before = {name: (it.shape, it.dtype) for name, it in state.items()}
     for outs in (zeros(), None):
-        rounds = bucket.step(state, zeros(), ranks=4, rank=3, exact=exact, outs=outs)
+        rounds = bucket.step(state, zeros(), StepOptions(4, 3, exact=exact), outs=outs)
         sent, result = driven(rounds, lambda _, words: torch.zeros_like(words))
         assert [words.shape[0] for words in sent] == bucket.words(4)
         assert all(words.dtype == torch.int32 for words in sent)
@@ -165,11 +168,11 @@ def test_the_ops_of_a_step_do_not_depend_on_the_numbers(part, near):
     """Recorded on zeros and run again on others, they make of those what a step makes."""
     bucket = Bucket([part])
     (shape,), count = bucket.shapes, len(bucket.words(2))
-    empty = bucket.new_state(torch.zeros(1))
+    empty = new_state(bucket, torch.zeros(1))
 
     def step(matrix, *others):
         named = dict(zip(empty, others[count:], strict=True))
-        rounds = bucket.step(named, [matrix.clone()], ranks=2, rank=1)
+        rounds = bucket.step(named, [matrix.clone()], StepOptions(2, 1))
         words, result = driven(rounds, lambda round_, _: others[round_])
         return *words, *result.residuals, *result.mean, *result.state.values(), result.lost
 

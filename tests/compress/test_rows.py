@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from samples import alike
 
 from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.rows import Rows
 from sn_compress.errors import CompressError
 from sn_compress.ops import bits as positions
@@ -164,7 +165,7 @@ def test_what_cannot_be_is_refused():
     part = Rows([(9, 2)], [1])
     for rank in (None, -1, 2):
         with pytest.raises(CompressError, match="rank="):
-            next(part.step(part.new_state(matrix), [matrix], ranks=2, rank=rank))
+            next(part.step(part.new_state(matrix), [matrix], StepOptions(2, rank)))
     for size in (0, 10):
         with pytest.raises(CompressError, match="expected 1 to 9"):
             Rows([(9, 2)], [size])

@@ -9,6 +9,7 @@ from samples import alike
 
 from sn_compress.allreduce.allocate import Allocation, words_of
 from sn_compress.allreduce.exchange import AllReduceExchange
+from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.rows import Rows
 from sn_compress.allreduce.state import TensorState, exchange
@@ -20,9 +21,8 @@ N = math.prod(SHAPE)
 
 def rounds(part, values, *, ranks, rank=None, decay=1.0):
     """The rounds of one tensor that travels alone; a damaged sum is an error of its step."""
-    (mean,), verdict = yield from exchange(
-        [part], [values.astype(np.float32)], ranks=ranks, rank=rank, decay=decay
-    )
+    options = StepOptions(ranks, rank, decay)
+    (mean,), verdict = yield from exchange([part], [values.astype(np.float32)], options)
     part.energy, part.error = verdict.read()[1:]
     return mean
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from bucket_ranks import new_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_compress import _native
 from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.arrays import full_fp32_matmul
 from sn_compress.collective import Buckets
@@ -32,7 +34,7 @@ def test_each_round_of_low_rank_is_one_graph(monkeypatch):
 
     def rounds(state, matrices, totals):
         own = [it.clone() for it in matrices]
-        step = part.step(state, own, ranks=2, rank=None)
+        step = part.step(state, own, StepOptions(2, None))
         first, second = next(step), step.send(Found(totals[0]))
         try:
             step.send(Found(totals[1]))
@@ -80,12 +82,12 @@ def launches(shapes):
     """Of a step of a bucket of matrices, on a device."""
     parts = Bucket([LowRank(shapes, [4 + at % 5 for at in range(len(shapes))])])
     matrices = [torch.zeros(shape, device="meta") for shape in parts.shapes]
-    state = parts.new_state(matrices[0])
+    state = new_state(parts, matrices[0])
 
     def step():
         outs = [torch.empty_like(it) for it in matrices]
         with Launches() as launched:
-            steps = parts.step(state, matrices, ranks=8, rank=0, outs=outs)
+            steps = parts.step(state, matrices, StepOptions(8, 0), outs=outs)
             words = next(steps)
             words = steps.send(words)
             with pytest.raises(StopIteration):
@@ -99,16 +101,19 @@ def launches(shapes):
 MIX = """
 import hashlib, numpy as np
 from sn_compress.allreduce.bucket import Bucket
+from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.dense import Dense
 
 parts = Bucket([LowRank([(200, 301), (64, 500)], [6, 9]), Dense([(3, 70)])])
 rng = np.random.default_rng(0)
 mean = [rng.standard_normal(shape).astype(np.float32) for shape in parts.shapes]
-state, told = parts.begin(parts.new_state(mean[0]), mean), hashlib.sha256()
+by_part = zip(parts.parts, parts._by_part(mean))
+state = parts._named(one.begin(one.new_state(own[0]), own) for one, own in by_part)
+told = hashlib.sha256()
 for step in range(5):
     # Words that all ranks would get: of digits that do not hang on this machine's products.
-    steps = parts.step(state, [it.copy() for it in mean], ranks=3, rank=0, exact=True)
+    steps = parts.step(state, [it.copy() for it in mean], StepOptions(3, 0, exact=True))
     words = next(steps)
     while True:
         total = rng.integers(-99, 99, words.size).astype(np.int32)

@@ -10,6 +10,7 @@ from typing import get_args
 
 import numpy as np
 import pytest
+from bucket_ranks import begin, new_state
 from samples import alike
 
 tf = pytest.importorskip("tensorflow")
@@ -17,6 +18,7 @@ pytest.importorskip("horovod")  # the package needs it
 
 from sn_compress import arrays  # noqa: E402
 from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step  # noqa: E402
+from sn_compress.allreduce.methods.base import StepOptions  # noqa: E402
 from sn_compress.allreduce.methods.dense import Dense  # noqa: E402
 from sn_compress.allreduce.methods.low_rank import LowRank  # noqa: E402
 from sn_compress.allreduce.methods.rows import Rows  # noqa: E402
@@ -67,7 +69,7 @@ def both(state, memories, gradients, add):
     add : of a round's number and all ranks' words
     """
     steps = [
-        traced_step(BUCKET, state, memory, gradient, ranks=RANKS, rank=rank)
+        traced_step(BUCKET, state, memory, gradient, StepOptions(RANKS, rank))
         for rank, (memory, gradient) in enumerate(zip(memories, gradients, strict=True))
     ]
     words, sums, ended = [next(one) for one in steps], [], []
@@ -114,8 +116,8 @@ def tensors(values):
 def start(rng):
     """A state that has seen a gradient, and memories of zeros for each rank."""
     pairs = zip(exact_gradients(rng, BUCKET.shapes), BUCKET.shapes, strict=True)
-    state = BUCKET.new_state(np.zeros(1, np.float32))
-    state = BUCKET.begin(state, [each.reshape(shape) for each, shape in pairs])
+    state = new_state(BUCKET, np.zeros(1, np.float32))
+    state = begin(BUCKET, state, [each.reshape(shape) for each, shape in pairs])
     zeros = [np.zeros(rows * columns, np.float32) for rows, columns in BUCKET.shapes]
     return state, [zeros] * RANKS
 
@@ -196,9 +198,9 @@ def test_no_operation_of_a_step_calls_python():
 def test_a_gradient_of_another_size_is_refused():
     bucket, order = bucket_of((Dense([(1, 40)]),))
     assert order == (0,)
-    state = tensors(bucket.new_state(np.zeros(1, np.float32)))
+    state = tensors(new_state(bucket, np.zeros(1, np.float32)))
     with pytest.raises(CompressError, match=r"shape \(39,\); expected \(40,\)"):
-        next(traced_step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], ranks=2, rank=0))
+        next(traced_step(bucket, state, [tf.zeros(40)], [tf.zeros(39)], StepOptions(2, 0)))
 
 
 @pytest.mark.parametrize(

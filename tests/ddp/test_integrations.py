@@ -230,7 +230,7 @@ def test_a_memory_of_other_names_is_refused(group, names):
     other = CompressionState(SMALL, named_parameters=named, warn_after=0)
     with pytest.raises(CompressError, match=r"'0\.weight', '2\.weight', which the model"):
         other.load_state_dict(state.state_dict())
-    assert not other.shared.tensors
+    assert not other.engine.shared.tensors
 
 
 def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):

@@ -69,7 +69,7 @@ def test_as_much_is_caught(alone, ratio):
     assert sent["low_rank"] == expected["low_rank"] == 3
     assert sent["payload_bytes"] == pytest.approx(expected["payload_bytes"], rel=0.05)
     assert sent["relative_error"] < 1.02 * expected["relative_error"]
-    assert lies.exchange.tensors["5.kernel"].shape == (256, 96)
+    assert lies.engine.exchange.tensors["5.kernel"].shape == (256, 96)
 
 
 @pytest.mark.parametrize(("shape", "strides", "axes"), [

@@ -61,6 +61,7 @@ def test_the_engine_follows_the_steps():
     for step in range(9):
         for name in ("0:w", "1:v"):  # of one step, in two calls
             gradient = Gradient(name, (N,), rng.standard_normal(N).astype("f4"))
+            own.begin([gradient])
             coded = own.sort([gradient], ranks=1, total=None, taken=True).coded
             rounds = own.rounds(coded, ranks=1, rank=0)
             (carry,) = next(rounds)

@@ -14,7 +14,13 @@ import pytest
 
 from sn_compress import CompressError, ErrorFeedback, FFTCodec, FFTCompression, codec
 from sn_compress.engine.engine import Engine
-from sn_compress.engine.engine_state import from_bytes, load_state_dict, state_dict, to_bytes
+from sn_compress.engine.engine_state import (
+    from_bytes,
+    load_mean,
+    load_state_dict,
+    state_dict,
+    to_bytes,
+)
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "fuzz"))
 
@@ -159,4 +165,4 @@ def test_means_of_states_of_other_sizes():
     one.encode("w", np.ones(100, np.float32))
     two.encode("w", np.ones(200, np.float32))
     with pytest.raises(CompressError, match="elements in one state"):
-        one.load_mean([one.state_dict(), two.state_dict()])
+        load_mean(one, [one.state_dict(), two.state_dict()])

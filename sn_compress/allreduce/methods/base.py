@@ -12,16 +12,31 @@ same bits everywhere.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, ClassVar
 
 from ...arrays import namespace
 
 Array = Any  # of NumPy, torch or CuPy
 State = dict[str, Array]  # small arrays, all alike on all ranks
 HEAD = 2  # words of a round before those of its parts
+
+
+@dataclass(frozen=True)
+class StepOptions:
+    """What all tensors of a step have in common.
+
+    ranks, rank : how many may add to the sum; which of them this is, where it matters
+    decay : factor on the memories before they are added
+    exact : the mean has the same bits on hardware of any kind; else on equal hardware only
+    """
+
+    ranks: int
+    rank: int | None
+    decay: float = 1.0
+    exact: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,26 +87,39 @@ class Method(ABC):
     ----------
     shapes : (rows, columns) of each tensor, as a matrix
     rounds : all-reduces in a step
+    settings : what it is made of, a sequence each, with an entry for each tensor
     """
 
     shapes: Sequence[tuple[int, int]]
     rounds: int
+    settings: ClassVar[tuple[str, ...]] = ("shapes", "sizes")
 
     @abstractmethod
     def words(self, ranks: int) -> list[int]:
         """Words of 4 bytes that travel in each round."""
 
     @classmethod
-    @abstractmethod
     def together(cls, parts: Sequence[Method]) -> Method:
         """Merge parts of this class; the tensors stay in order.
 
         A step of many small tensors is mostly calls of a library: one part makes them once.
         """
+        make: Callable[..., Method] = cls
+        return make(
+            *([one for part in parts for one in getattr(part, name)] for name in cls.settings)
+        )
 
     @abstractmethod
+    def lengths(self) -> dict[str, Sequence[int]]:
+        """How many numbers of each array of the state are of each tensor, in order."""
+
     def split(self, state: State) -> list[State]:
         """The state of each tensor, in the order of `shapes`."""
+        ends = {name: list(accumulate(sizes, initial=0)) for name, sizes in self.lengths().items()}
+        return [
+            {name: state[name][at[place] : at[place + 1]] for name, at in ends.items()}
+            for place in range(len(self.shapes))
+        ]
 
     def join(self, states: Sequence[State]) -> State:
         """Invert `split`."""
@@ -120,10 +148,7 @@ class Method(ABC):
         self,
         state: State,
         matrices: Sequence[Array],
-        *,
-        ranks: int,
-        rank: int | None,
-        exact: bool = False,
+        options: StepOptions,
         outs: Sequence[Array] | None = None,
     ) -> Step:
         """The rounds of a step: yields words, is sent their sum over the ranks.
@@ -133,34 +158,5 @@ class Method(ABC):
         state : as the last step left it
         matrices : per tensor [rows, columns] float32, gradient plus memory; overwritten: what is
             sent is subtracted in place where the library can
-        ranks, rank : how many may add to the sum; which of them this is, where it matters
-        exact : the mean has the same bits on hardware of any kind; else on equal hardware only
         outs : per tensor, where to write the mean; None for new arrays
         """
-
-    def compiled_step(
-        self,
-        *,
-        state: State,
-        gradients: Sequence[Array],
-        memories: Sequence[Array],
-        ranks: int,
-        decay: float,
-        added: Sequence[Array | None] | None,
-        outs: Sequence[Array] | None,
-    ) -> Step | None:
-        """The step by the extension, with the same bits; None where it has none.
-
-        Unlike `step` it adds the memories itself; of NumPy arrays, [n] float32. See Bucket.step.
-        """
-        return None
-
-
-def cut_up(state: State, lengths: dict[str, Sequence[int]]) -> list[State]:
-    """Split arrays that hold those of all tensors, one behind the other, by tensor."""
-    ends = {name: list(accumulate(sizes, initial=0)) for name, sizes in lengths.items()}
-    count = len(next(iter(lengths.values())))
-    return [
-        {name: state[name][at[place] : at[place + 1]] for name, at in ends.items()}
-        for place in range(count)
-    ]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ...arrays import device_of, namespace, put_all
 from ...ops.fixed_point import FixedPointColumns, numbers, shifted
-from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
+from .base import Array, Method, Outcome, Send, State, Step, StepOptions, Summed
 
 
 class Dense(Method):
@@ -18,6 +18,7 @@ class Dense(Method):
     """
 
     rounds = 1
+    settings = ("shapes",)
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         self.shapes = tuple(shapes)
@@ -25,12 +26,8 @@ class Dense(Method):
             [(1, rows * columns) for rows, columns in shapes], fine=True
         )
 
-    @classmethod
-    def together(cls, parts: Sequence[Method]) -> Dense:
-        return cls([shape for part in parts for shape in part.shapes])
-
-    def split(self, state: State) -> list[State]:
-        return cut_up(state, {"scales": [1] * len(self.shapes)})
+    def lengths(self) -> dict[str, Sequence[int]]:
+        return {"scales": [1] * len(self.shapes)}
 
     def words(self, ranks: int) -> list[int]:
         return [self._columns.words(ranks)]
@@ -50,18 +47,15 @@ class Dense(Method):
         self,
         state: State,
         matrices: Sequence[Array],
-        *,
-        ranks: int,
-        rank: int | None,
-        exact: bool = False,
+        options: StepOptions,
         outs: Sequence[Array] | None = None,
     ) -> Step:
         xp = namespace(matrices[0])
         # All tensors as one vector, so that a round is the same few calls for many small ones.
         flat, finite = numbers(self._columns.join(matrices))
-        words, sent = self._columns.pack(flat, state["scales"], ranks)
+        words, sent = self._columns.pack(flat, state["scales"], options.ranks)
         received: Summed = yield Send(words, finite)
-        sums, unit, scales = self._columns.unpack(received.words, state["scales"], ranks)
+        sums, unit, scales = self._columns.unpack(received.words, state["scales"], options.ranks)
         mean = self._columns.split(xp.astype(sums, xp.float32) * (unit * received.poison))
         unsent = self._columns.split(flat - sent)
         means = [xp.reshape(part, shape) for part, shape in zip(mean, self.shapes, strict=True)]

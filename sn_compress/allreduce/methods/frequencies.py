@@ -32,7 +32,7 @@ from ...ops.bits import largest, orders
 from ...ops.fixed_point import FixedPointColumns, covering, integers, numbers, units
 from ...ops.orthonormal import Orthonormal, most
 from ...ops.products import exact_outer, outer, subtract_outer, times_columns, times_rows
-from .base import Method, Outcome, Send, State, Step, Summed, cut_up
+from .base import Method, Outcome, Send, State, Step, StepOptions, Summed
 from .low_rank import LowRank, as_integers
 
 MOST = 64  # numbers in a kernel; axes of more are taken for something else
@@ -275,6 +275,7 @@ class Frequencies(Method):
     """
 
     rounds = 2
+    settings = ("kernels", "sizes")
 
     def __init__(self, kernels: Sequence[Kernels], sizes: Sequence[int]) -> None:
         for kernel, size in zip(kernels, sizes, strict=True):
@@ -317,21 +318,10 @@ class Frequencies(Method):
         ]
         self._first = LowRank([shape for shape, _ in matrices], [known for _, known in matrices])
 
-    @classmethod
-    def together(cls, parts: Sequence[Method]) -> Frequencies:
-        mine = [part for part in parts if isinstance(part, cls)]
-        kernels = [kernel for part in mine for kernel in part.kernels]
-        return cls(kernels, [size for part in mine for size in part.sizes])
-
-    def split(self, state: State) -> list[State]:
-        one = [1] * len(self.sizes)
-        basis = [
-            count * kernel.inputs for count, kernel in zip(self._all, self.kernels, strict=True)
-        ]
-        count = self._all
-        return cut_up(
-            state, {"basis": basis, "spread": count, "age": count, "left": one, "right": one}
-        )
+    def lengths(self) -> dict[str, Sequence[int]]:
+        one, count = [1] * len(self.sizes), self._all
+        basis = [n * kernel.inputs for n, kernel in zip(count, self.kernels, strict=True)]
+        return {"basis": basis, "spread": count, "age": count, "left": one, "right": one}
 
     def words(self, ranks: int) -> list[int]:
         return [self._left.words(ranks), self._right.words(ranks)]
@@ -369,13 +359,10 @@ class Frequencies(Method):
         self,
         state: State,
         matrices: Sequence[Array],
-        *,
-        ranks: int,
-        rank: int | None,
-        exact: bool = False,
+        options: StepOptions,
         outs: Sequence[Array] | None = None,
     ) -> Step:
-        xp = namespace(matrices[0])
+        xp, ranks = namespace(matrices[0]), options.ranks
         known = self.split(state)
         visits = [self._visited(one, place) for place, one in enumerate(known)]
         # The first round of low rank, for the chosen directions.
@@ -399,7 +386,7 @@ class Frequencies(Method):
         for at, visit in enumerate(visits):
             residuals.append(visit.residual(matrices[at], rows[at], sent[at]))
             out = None if outs is None else outs[at]
-            means.append(visit.mean(rows[at], values[at], out, exact=exact))
+            means.append(visit.mean(rows[at], values[at], out, exact=options.exact))
             energies.append(visit.energy(held[at], sent[at]))
             unit_of = self._right.split(unit)[at][0, :1]
             states.append(visit.learned(known[at], new[at], totals[at], unit_of))

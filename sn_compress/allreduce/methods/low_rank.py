@@ -32,7 +32,7 @@ from ...ops.fixed_point import (
 )
 from ...ops.orthonormal import Orthonormal, most
 from ...ops.products import exact_outer, kernel, outer, subtract_outer, times_columns, times_rows
-from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
+from .base import Array, Method, Outcome, Send, State, Step, StepOptions, Summed
 
 # Of a mean gradient's numbers, where directions are sought in integers: a product of two has 30
 # bits, and float64 sums 2**23 of these exactly.
@@ -69,15 +69,9 @@ class LowRank(Method):
         self.left_rows, self.right_rows = Orthonormal(left), Orthonormal(right)
         self._tables: dict[int, _Tables] = {}
 
-    @classmethod
-    def together(cls, parts: Sequence[Method]) -> LowRank:
-        lows = [part for part in parts if isinstance(part, cls)]
-        shapes = [shape for part in lows for shape in part.shapes]
-        return cls(shapes, [size for part in lows for size in part.sizes])
-
-    def split(self, state: State) -> list[State]:
+    def lengths(self) -> dict[str, Sequence[int]]:
         basis = [count * side for count, side in self.right.shapes]
-        return cut_up(state, {"basis": basis, "left": self.sizes, "right": self.sizes})
+        return {"basis": basis, "left": self.sizes, "right": self.sizes}
 
     def words(self, ranks: int) -> list[int]:
         return [self.left.words(ranks), self.right.words(ranks)]
@@ -134,13 +128,10 @@ class LowRank(Method):
         self,
         state: State,
         matrices: Sequence[Array],
-        *,
-        ranks: int,
-        rank: int | None,
-        exact: bool = False,
+        options: StepOptions,
         outs: Sequence[Array] | None = None,
     ) -> Step:
-        xp = namespace(matrices[0])
+        xp, ranks = namespace(matrices[0]), options.ranks
         # P = M Q. Nothing is remembered of its rounding: that only turns the directions a little.
         p, finite = numbers(times_rows(self.right.split(state["basis"]), matrices))
         received: Summed = yield Send(self.left.pack(p, state["left"], ranks)[0], finite)
@@ -154,7 +145,7 @@ class LowRank(Method):
         mean = self.right.split(xp.astype(sums, xp.float32) * (unit * received.poison))
         # Less what was sent of Q, and not Q: so its rounding error stays in the memory.
         residuals = subtract_outer(matrices, p_of, self.right.split(sent))
-        means = exact_outer(p_of, mean, outs) if exact else outer(p_of, mean, outs)
+        means = exact_outer(p_of, mean, outs) if options.exact else outer(p_of, mean, outs)
         new = {
             # The old directions where the gradient has fewer than these.
             "basis": self.right_rows(sums, state["basis"]),
@@ -166,44 +157,31 @@ class LowRank(Method):
 
     def compiled_step(
         self,
-        *,
         state: State,
         gradients: Sequence[Array],
         memories: Sequence[Array],
-        ranks: int,
-        decay: float,
+        options: StepOptions,
         added: Sequence[Array | None] | None,
         outs: Sequence[Array] | None,
-    ) -> Step | None:
+    ) -> Step:
+        """The step by the extension, which has to have kernels; with the same bits.
+
+        Unlike `step` it adds the memories itself; of NumPy arrays, [n] float32. See Bucket.step.
+        """
         # Between its products a step is some hundred operations on small arrays, and in a small
         # net calling them takes longer than what they do: 3 ms of a step whose products take 0.5.
-        if (fastest := kernel(_native.core())) is None:
-            return None
+        core, left, right, basis = _native.core(), state["left"], state["right"], state["basis"]
+        fastest, ranks = kernel(core), options.ranks
         tables = self._tables.get(ranks) or self._tables.setdefault(ranks, _Tables(self, ranks))
-        into = [np.empty_like(gradient) for gradient in gradients] if outs is None else outs
-        sums = [
+        means = [np.empty_like(gradient) for gradient in gradients] if outs is None else list(outs)
+        matrices = tuple(
             np.empty_like(memory) if out is None else out
             for memory, out in zip(memories, added or [None] * len(memories), strict=True)
-        ]
-        return self._compiled(tables, fastest, state, gradients, memories, decay, sums, into)
-
-    def _compiled(
-        self,
-        tables: _Tables,
-        fastest: int,
-        state: State,
-        gradients: Sequence[Array],
-        memories: Sequence[Array],
-        decay: float,
-        added: Sequence[Array],
-        means: Sequence[Array],
-    ) -> Step:
-        core, left, right, basis = _native.core(), state["left"], state["right"], state["basis"]
-        transform, matrices = self.left_rows.bits, tuple(added)
-        words = np.empty(tables.left_words, np.int32)
+        )
+        transform, words = self.left_rows.bits, np.empty(tables.left_words, np.int32)
         energy, finite = core.low_rank_first(
-            tables.shapes, tuple(memories), tuple(gradients), matrices, decay, basis, tables.left,
-            left, fastest, words,
+            tables.shapes, tuple(memories), tuple(gradients), matrices, options.decay, basis,
+            tables.left, left, fastest, words,
         )  # fmt: skip
         received: Summed = yield Send(words, np.bool_(finite), np.float64(energy))
         p, quantized = np.empty(self.left.size, np.float32), np.empty(self.right.size, np.float32)
@@ -220,7 +198,7 @@ class LowRank(Method):
             quantized, tables.mean, right, transform, fastest, basis, directions, exponents[1],
         )  # fmt: skip
         new = {"basis": directions, "left": exponents[0], "right": exponents[1]}
-        return Outcome(list(added), list(means), new, np.float64(sent))
+        return Outcome(list(matrices), means, new, np.float64(sent))
 
 
 class _Tables:

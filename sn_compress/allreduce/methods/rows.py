@@ -23,7 +23,7 @@ from ...arrays import device_of, filled, namespace, put
 from ...errors import CompressError
 from ...ops.bits import agreed_rows, own_slot, read_positions, slot_words
 from ...ops.fixed_point import FixedPointColumns, shifted
-from .base import Array, Method, Outcome, Send, State, Step, Summed, cut_up
+from .base import Array, Method, Outcome, Send, State, Step, StepOptions, Summed
 
 _NEWS = 5 / 16  # weight of the last mean in the average of past ones; of three bits, so exact
 _TINY = 2.0**-126  # the smallest normal float32
@@ -52,17 +52,9 @@ class Rows(Method):
         ends = accumulate((rows for rows, _ in self.shapes), initial=0)
         self._of = [slice(*pair) for pair in pairwise(ends)]  # a tensor's rows in the state
 
-    @classmethod
-    def together(cls, parts: Sequence[Method]) -> Rows:
-        mine = [part for part in parts if isinstance(part, cls)]
-        shapes = [shape for part in mine for shape in part.shapes]
-        return cls(shapes, [size for part in mine for size in part.sizes])
-
-    def split(self, state: State) -> list[State]:
+    def lengths(self) -> dict[str, Sequence[int]]:
         rows = [rows for rows, _ in self.shapes]
-        return cut_up(
-            state, {"exponents": [1] * len(rows), "spread": rows, "age": rows, "named": rows}
-        )
+        return {"exponents": [1] * len(rows), "spread": rows, "age": rows, "named": rows}
 
     def words(self, ranks: int) -> list[int]:
         pairs = zip(self.shapes, self.sizes, strict=True)
@@ -94,12 +86,10 @@ class Rows(Method):
         self,
         state: State,
         matrices: Sequence[Array],
-        *,
-        ranks: int,
-        rank: int | None,
-        exact: bool = False,
+        options: StepOptions,
         outs: Sequence[Array] | None = None,
     ) -> Step:
+        ranks, rank = options.ranks, options.rank
         if rank is None or not 0 <= rank < ranks:
             raise CompressError(
                 f"rank={rank!r} of {ranks}; expected the number of this rank, which has its own "

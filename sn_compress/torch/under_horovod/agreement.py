@@ -6,7 +6,7 @@ import copy
 import gc
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -23,7 +23,7 @@ from ...arrays import numpy_view
 from ...codecs import registry
 from ...consistency import Fingerprint, agree, all_equal, digest_words, plain, result_of
 from ...engine import engine_state
-from ...engine.hierarchy import loadable, saved_place
+from ...engine.hierarchy import Place, horovods_layout, may_have_nodes
 from ...errors import CompressError
 from ...ops.products import hardware_fingerprint
 from ...settings import Settings
@@ -182,7 +182,7 @@ def _fingerprint_of_one(optimizer: Any) -> list[tuple[str, str]]:
     tensors = fingerprint_of((p, names[p]) for p in reduced_parameters(optimizer))
     options = ((option, plain(getattr(optimizer, option))) for option in _OPTIONS)
     settings, memory = _fingerprint_of(optimizer._compression.settings), memory_of(optimizer)
-    by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
+    by_nodes = memory.nodes.saved(_place(optimizer)["ranks"])
     progress = [] if by_nodes else memory.engine.progress()
     return [*settings, *options, ("groups", str(groups)), *progress, *tensors]
 
@@ -191,6 +191,31 @@ def reduced_parameters(optimizer: Any) -> list[torch.Tensor]:
     """The parameters that Horovod reduces, in the optimizer's order, which all ranks share."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return [parameter for parameter in parameters if parameter in optimizer._requires_update]
+
+
+def ordered_tensors(optimizer: Any) -> list[tuple[str, int]]:
+    """Return (name, elements) of an optimizer's tensors in gradient order, equal on all ranks."""
+    names = optimizer._parameter_names
+    return [(names[p], p.numel()) for p in reversed(reduced_parameters(optimizer))]
+
+
+def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: Any) -> None:
+    """Find the nodes for optimizers; blocks, and all ranks call it.
+
+    Horovod's process sets would be groups of ranks; they are not used (docs/decisions/0098).
+    """
+    states = [memory_of(optimizer) for optimizer in optimizers]
+    if not any(may_have_nodes(state.settings, process_set) for state in states):
+        return
+    layout = horovods_layout(partial(total, memory, process_set), process_set)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        nodes = state.nodes
+        if layout is None or not may_have_nodes(state.settings, process_set):
+            nodes.place = None
+        elif nodes.place is None or nodes.place.layout != layout:
+            # Else owners stay as they are: they have the residuals.
+            nodes.place = Place(layout, process_set.rank())
+            nodes.place.owned_names(ordered_tensors(optimizer))
 
 
 def _fingerprint_of(settings: Settings) -> list[tuple[str, str]]:
@@ -265,7 +290,7 @@ def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
     memory = _settled_state(optimizer)
     engine = memory.engine
     # By nodes a residual is one of the node's mean, 1 / ranks of it as one of a rank's gradient.
-    by_nodes = saved_place(memory.nodes, memory.loaded, _place(optimizer)["ranks"])
+    by_nodes = memory.nodes.saved(_place(optimizer)["ranks"])
     times = len(by_nodes["nodes"][0]) if by_nodes else 1
     return {
         name: torch.from_numpy(engine.residual(name) * times).view_as(parameter)
@@ -287,22 +312,15 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
     memory, place = _settled_state(optimizer), _place(optimizer)
     engine = memory.engine
     state = engine_state.state_dict(engine, **place, without_held=True)
-    state["hierarchy"] = saved_place(memory.nodes, memory.loaded, place["ranks"])
+    state["hierarchy"] = memory.nodes.saved(place["ranks"])
     return registry.map_tree(np.ndarray, torch.from_numpy, state)  # type: ignore[no-any-return]
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     """Take over what state_dict returned on any rank, or the list of all ranks' states."""
-    arrays = loaded_arrays(state)
-    place, memory = _place(optimizer), _idle_state(optimizer)
-    one = isinstance(arrays, dict)
-    # A single state is taken for this rank's, whichever rank has saved it.
-    fits = arrays | place if one else loadable(arrays, place["ranks"])
-    engine_state.load_state_dict(
-        memory.engine, fits, ranks=place["ranks"], rank=place["rank"],
-        check=partial(engine_state.check_names, list(optimizer._parameter_names.values())),
-    )  # fmt: skip
-    memory.loaded = [arrays] if one else list(arrays)
+    check = partial(engine_state.check_names, list(optimizer._parameter_names.values()))
+    nodes = _idle_state(optimizer).nodes
+    nodes.load(loaded_arrays(state), **_place(optimizer), own=True, check=check)
 
 
 def _place(optimizer: Any) -> dict[str, int]:
@@ -317,20 +335,16 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     memory.reset()
     everyone = sets.process_set_id == 0  # only all ranks together go by nodes
 
-    def mean_over(name: str, n: int, residual: Any) -> Any:
-        # The last element counts the ranks that have a residual.
-        wire = torch.zeros(n + 1, dtype=torch.float32)
-        if residual is not None:
-            wire[:n], wire[n] = torch.from_numpy(residual), 1
-        total = hvd.allreduce(wire, name=f"sn.memory.{name}", op=hvd.Sum, process_set=sets)
-        return (total[:n] / total[n].clamp(min=1)).numpy()
+    def total(name: str, words: Any) -> Any:
+        wire = torch.from_numpy(words)
+        return hvd.allreduce(wire, name=name, op=hvd.Sum, process_set=sets).numpy()
 
     engine_state.synchronize(
-        memory.engine, mean_over=mean_over,
+        memory.engine, total=total,
         broadcast=partial(hvd.broadcast_object, root_rank=root_rank, process_set=sets),
         gather=partial(hvd.allgather_object, name="sn.rest") if everyone else None,
     )  # fmt: skip
-    memory.loaded = None
+    memory.nodes.loaded = None
 
 
 def follow_restarts(forget_calls: Callable[[], None]) -> None:
@@ -356,7 +370,7 @@ def _restarted() -> None:
             continue
         # New ranks have nothing of what ranks share, and those that stay may be at different steps.
         engine_state.start_empty(memory.engine)
-        memory.loaded = []
+        memory.nodes.loaded = []
         if hvd.rank() == 0:
             _log.warning(
                 "ranks have come or gone, and the compression of a %s begins anew on all: what was "

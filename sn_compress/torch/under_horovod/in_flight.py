@@ -165,8 +165,8 @@ def rounds(
     """The rounds of a bucket: by nodes, or of compressed gradients and plain ones together."""
     coded = [member for member in members if isinstance(member, RoundsHandle)]
     gradients = [member.gradient for member in coded]
-    if memory.nodes is not None:  # compressed or not: each has its owner in a node
-        yield from all_to_all.rounds(memory.engine, memory.nodes, gradients, memory.begins)
+    if (place := memory.nodes.place) is not None:  # compressed or not: each has its owner in a node
+        yield from all_to_all.rounds(memory.engine, place, gradients, memory.begins)
         for handle in coded:
             handle.end()
         return
@@ -177,12 +177,14 @@ def rounds(
     # Plain gradients go with the first round, which may have nothing else in it.
     coded_rounds: Rounds | None = None
     requests: Sequence[Carried] = ()
+    coding = memory.engine.seconds.coding
     if coded:
         memory.begins(str(gradient.name) for gradient in gradients)
         coded_rounds = memory.engine.rounds(
             gradients, ranks=process_set.size(), rank=process_set.rank()
         )
-        requests = next(coded_rounds)
+        with coding():
+            requests = next(coded_rounds)
     plain = [
         Plain(torch.cat([one.tensor.reshape(-1).to(kind) for one in fused]), fused[0].send)
         for kind, fused in small.items()
@@ -192,7 +194,9 @@ def rounds(
     if coded_rounds is not None:
         with suppress(StopIteration):
             while True:
-                results = yield coded_rounds.send(results)
+                with coding():
+                    requests = coded_rounds.send(results)
+                results = yield requests
     for handle in coded:
         handle.end()
     for fused, mean in zip(small.values(), means, strict=True):
@@ -209,7 +213,7 @@ def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> No
 
     key : names the tensors of this step, or None
     """
-    gathers = memory.settings.exchange != "shared" or memory.nodes is not None
+    gathers = memory.settings.exchange != "shared" or memory.nodes.place is not None
     if not gathers or process_set.size() == 1 or memory.counts_ranks:
         return
     name = key and memory.wire_name(f"sn.ranks.{key}")
@@ -235,7 +239,7 @@ def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> No
             memory.buckets.begin()
         why = f"{memory.settings.compression} gathers what each rank has"
         instead = "LowRankCompression or AutoCompression"
-        if memory.nodes is not None:
+        if memory.nodes.place is not None:
             why = "by nodes each rank has gradients to sum"
             instead = f"{instead} with hierarchy=None"
         raise CompressError(

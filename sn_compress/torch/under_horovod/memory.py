@@ -19,7 +19,7 @@ import torch
 
 from ...collective import Buckets
 from ...engine.engine import Engine
-from ...engine.hierarchy import Place
+from ...engine.engine_state import NodeStates
 from ...errors import CompressError
 from ...prediction import new_tuner
 from ...settings import Settings
@@ -198,9 +198,7 @@ class OptimizerState:
         self._sent_from: weakref.WeakValueDictionary[int, torch.Tensor]
         self._sent_from = weakref.WeakValueDictionary()
         self._steps = 0  # begun since the ranks agreed
-        self.nodes: Place | None = None  # where gradients are summed by nodes first
-        # States, until it is known which nodes there are; None: all ranks have the same of all.
-        self.loaded: list[dict[str, Any]] | None = []
+        self.nodes = NodeStates(self.engine)  # with a place, gradients are summed by nodes first
         self.is_kept = False  # by an elastic run, for ranks that come later
 
     def begin_step(self) -> None:

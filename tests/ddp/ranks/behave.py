@@ -251,7 +251,7 @@ def a_size_that_was_outgrown_is_chosen_anew():
         ddp([many + noise, faint if step < 10 else late + noise]).backward()
         optimizer.step()
         assert same_on_all(model[1].weight.grad)
-        chosen = state.shared.tensors["1.weight"].size
+        chosen = state.engine.shared.tensors["1.weight"].size
         sizes.append(chosen.size if chosen else None)
     assert (sizes[1], sizes[-1]) == (1, max(size or 0 for size in sizes)), sizes
     assert sizes[-1] > 2, sizes

@@ -145,7 +145,7 @@ def said_by_all(call):
 
 
 def own_memory(state, name, like):
-    for exchange in (state.feedback, state.shared):
+    for exchange in (state.engine.feedback, state.engine.shared):
         if exchange.remembers(name):
             return torch.from_numpy(exchange.residual(name)).view(like.shape)
     return torch.zeros_like(like)

@@ -61,7 +61,7 @@ def loses_nothing(model, compression, settings):
             assert same_on_all(parameters[name].grad), name
     total = 0.0
     for name, wanted in due.items():
-        kept = torch.as_tensor(state.exchange.residual(name)).to(wanted).view_as(wanted)
+        kept = torch.as_tensor(state.engine.exchange.residual(name)).to(wanted).view_as(wanted)
         lost = (paid[name] + mean(kept) - wanted).norm() / wanted.norm()
         # Rounding of the mean to bfloat16 is not remembered: 2**-9 of each of six steps.
         assert lost <= (1e-4 if some.dtype == torch.float32 else 6 * 2**-9), (name, lost)

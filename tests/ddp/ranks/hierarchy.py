@@ -68,7 +68,7 @@ def every_tensor_has_one_owner():
         for name, parameter in model.named_parameters():
             if parameter.numel() >= 1024:
                 owner = state.nodes.owners.of_name[name]
-                found = everyone(bool(state.exchange.remembers(name)))
+                found = everyone(bool(state.engine.exchange.remembers(name)))
                 assert found == [rank % 2 == owner for rank in range(4)], name
 
 

@@ -44,9 +44,9 @@ def fresh(compression):
 def memories(state):
     state.state_dict()  # between passes
     return {
-        name: torch.from_numpy(state.exchange.residual(name)).clone()
+        name: torch.from_numpy(state.engine.exchange.residual(name)).clone()
         for name in COMPRESSED
-        if state.exchange.remembers(name)
+        if state.engine.exchange.remembers(name)
     }
 
 

@@ -117,7 +117,7 @@ def low_rank_learns_as_plain_does():
     assert report["tensors"] == report["low_rank"] + report["whole"], report
     assert report["steps"] == 30, report
     assert report["ratio"] > 5, report
-    assert len(state.exchange.tensors["body.0.weight"].shape) == 2, "a vector"
+    assert len(state.engine.exchange.tensors["body.0.weight"].shape) == 2, "a vector"
     assert_alike(model)
 
 
@@ -165,10 +165,10 @@ def parameters_may_have_no_gradient():
     close(model, stock)
     model, state = ours(LOW)
     train(model, range(4))
-    waits = state.exchange.residual("sides.0.weight")
+    waits = state.engine.exchange.residual("sides.0.weight")
     assert waits.any()
     loss_of(model, 4, side=1).backward()
-    assert (state.exchange.residual("sides.0.weight") == waits).all()
+    assert (state.engine.exchange.residual("sides.0.weight") == waits).all()
     frozen, _ = ours(LOW)
     frozen.sides[0].weight.requires_grad_(False)
     train(frozen, range(4))
@@ -191,7 +191,7 @@ def what_is_thrown_away_leaves_no_trace():
                     loss_of(model, 50 + step, side=step % 2).backward()
                     optimizer.zero_grad(set_to_none=way == "none")
             state.state_dict()
-            left = torch.from_numpy(state.exchange.residual("sides.0.weight")).clone()
+            left = torch.from_numpy(state.engine.exchange.residual("sides.0.weight")).clone()
             found[way] = {**whole(model), "left": left}
         for name, value in found["never"].items():
             for way in ("none", "zeros"):

@@ -73,7 +73,7 @@ def train(trial_s, **tuner):
     model, clock = net(), Clock()
     ddp, state = hooked(model, AutoCompression)
     if trial_s is not None:
-        state.tuner = tuned(state, clock, **tuner)
+        state.engine.tuner = tuned(state, clock, **tuner)
     seen, due, paid = set(), {}, {}
     for step in range(STEPS):
         ddp.zero_grad()
@@ -86,7 +86,7 @@ def train(trial_s, **tuner):
         (x + sum((p * wanted[n]).sum() for n, p in model.named_parameters())).backward()
         for name, p in model.named_parameters():
             paid[name] = paid.get(name, 0) + p.grad
-        chosen = state.tuner.choice
+        chosen = state.engine.tuner.choice
         assert everyone(chosen) == [chosen] * RANKS, "ranks chose differently"
         seen.add(chosen)
         clock.now += trial_s if trial_s and chosen != "plain" else 1.0
@@ -125,9 +125,9 @@ def casts_pay_where_low_rank_takes_too_long():
         assert seen == {"plain", "cast"}, seen
         report, stays = state.report(), trial_s < 1
         assert (report["cast"] > 1) == stays, report
-        assert (state.tuner.choice == "cast") == stays
+        assert (state.engine.tuner.choice == "cast") == stays
         assert ("cast to bf16" in said[1]) == stays, said
-        assert not any(map(state.exchange.remembers, missing))
+        assert not any(map(state.engine.exchange.remembers, missing))
         # A cast rounds by 2**-9 at most, each rank's gradient and the mean.
         assert max(missing.values()) < 2**-8, missing
         assert max(missing.values()) > 1e-6, "was it cast?"
@@ -142,7 +142,7 @@ def it_does_not_pay():
     report = state.report()
     assert report["tuned_tensors"] == 0, report
     assert report["trial_step_s"] > report["plain_step_s"], report
-    assert not any(map(state.exchange.remembers, missing)), "what was left was to go along"
+    assert not any(map(state.engine.exchange.remembers, missing)), "what was left was to go along"
     # 40 sums of float32, and as many additions to a memory: far below one gradient in forty.
     assert max(missing.values()) < 1e-4, missing
     # From here on a bucket is one all-reduce, as without the hook.
@@ -170,13 +170,13 @@ def replicas_of_fsdp():
         fully_shard(layer, mesh=mesh["shard"])
     with lines() as said:
         state = compress_replicas(model, AutoCompression.using(ratio=2), mesh["replicate"])
-        state.tuner = tuned(state, clock)
+        state.engine.tuner = tuned(state, clock)
         for step in range(STEPS):
             model(noise(step, 8, 64)).sum().backward()
-            clock.now += 2.0 if state.tuner.choice != "plain" else 1.0
+            clock.now += 2.0 if state.engine.tuner.choice != "plain" else 1.0
     assert "plain DDP is faster here" in said[1], said
     assert state.report()["tuned_tensors"] == 0
-    assert not state.exchange.remembers("0.weight")
+    assert not state.engine.exchange.remembers("0.weight")
 
 
 CASES = [

@@ -55,7 +55,7 @@ def each_tensor_has_one_owner_in_a_node():
             if parameter.numel() < 1024:
                 continue
             has = torch.tensor([int(memory.engine.remembers(name))])
-            owner = memory.nodes.owners.of_name[name]
+            owner = memory.nodes.place.owners.of_name[name]
             owners = hvd.allgather(has, name="owners").tolist()
             assert owners == [int(rank % 2 == owner) for rank in range(4)], name
 

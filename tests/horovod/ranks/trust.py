@@ -271,11 +271,11 @@ def a_call_that_failed_leaves_nothing_behind():
 
 
 def calls_of_many_settings_keep_a_bounded_number_of_memories():
-    before = len(rim._of_calls)
+    before = rim._memory_of_calls.cache_info().currsize
     for number in range(rim._MOST_CALLS + 9):
         way = FFTCompression.using(theta=0.5 + number / 1000)
         hvd.allreduce(torch.ones(2048), name="many", compression=way)
-        assert len(rim._of_calls) <= rim._MOST_CALLS
+    assert rim._memory_of_calls.cache_info().currsize == rim._MOST_CALLS
     assert before < rim._MOST_CALLS
 
 
