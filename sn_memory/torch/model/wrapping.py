@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import update_wrapper, wraps
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -30,6 +31,9 @@ _CHECKPOINTING = (
     "gradient_checkpointing_enable",
     "enable_gradient_checkpointing",
 )
+# Models of one class stay of one when they are planned: `torch.func.stack_module_state` and
+# comparisons of `type` expect it. Kept while one of them lives.
+_PLANNED: WeakValueDictionary[tuple[Any, ...], type[torch.nn.Module]] = WeakValueDictionary()
 
 
 def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
@@ -39,6 +43,12 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
     a function that calls this one.
     """
     kind = type(model)
+    present = tuple(name for name in _CHECKPOINTING if hasattr(model, name))
+    # Another forward, put on the class since, has another signature.
+    key = (kind, kind.forward, mixin, present)
+    planned = _PLANNED.get(key)
+    if planned is not None:
+        return planned
 
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
@@ -67,9 +77,10 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
         "forward": _disguised(run, kind.forward),
         _PLAIN: kind,
     }
-    present = (name for name in _CHECKPOINTING if hasattr(model, name))
     members |= {name: _ignored(getattr(kind, name, None) or _inner(kind, name)) for name in present}
-    return type(kind.__name__, (mixin, kind), members)
+    planned = type(kind.__name__, (mixin, kind), members)
+    _PLANNED[key] = planned
+    return planned
 
 
 def uninitialized(kind: type[torch.nn.Module]) -> torch.nn.Module:
