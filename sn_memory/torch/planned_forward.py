@@ -25,7 +25,7 @@ from .model.modes import (
     warn_once,
 )
 from .model.signature import as_sampled
-from .model.wrapping import RECORD, plain_model, uninitialized
+from .model.wrapping import RECORD, exported, plain_class, plain_model, uninitialized
 from .new_inputs import step_for
 from .planned import PlanRecord, StepCache
 from .step import Call, Step
@@ -78,6 +78,10 @@ class PlannedForward:
             if record.state is None and kind is not None:
                 plain_step = partial(PlainStep, self, record, kind, arguments, parameters, buffers)
             return step.run(self, args, kwargs, Call(parameters, buffers, plain_step))
+
+    def __prepare_scriptable__(self: Any) -> Any:
+        # torch.jit.script asks for what it is to compile: our forward is no TorchScript.
+        raise exported(plain_class(type(self)))
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
         # Copies and pickles are plain: a plan's lock and recorded calls belong to this process.

@@ -251,6 +251,21 @@ def test_a_forward_that_others_put_on_the_instance():
     assert torch.equal(copy.deepcopy(planned)(some()), model(some()))
 
 
+def test_planned_models_are_stacked_as_an_ensemble():
+    """torch asks for models of one class; once each planned model was the only one of its own."""
+    models, x = [mlp(3) for _ in range(2)], some()
+    planned = [plan(model, x, "100%", **SETTINGS) for model in models]
+    state, same_state = map(torch.func.stack_module_state, (planned, models))
+    base = copy.deepcopy(planned[0])
+
+    def run(state):
+        return torch.func.functional_call(base, state, x)
+
+    outputs = torch.vmap(run)(state)
+    assert torch.equal(outputs, torch.vmap(run)(same_state))
+    torch.testing.assert_close(outputs, torch.stack([model(x) for model in models]))
+
+
 def around(inner, breaks=lambda: None):
     """Calls a planned model among its own layers, and something before and after it."""
 

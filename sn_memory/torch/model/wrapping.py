@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from functools import partial, update_wrapper, wraps
 from types import FunctionType, MethodType
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -30,6 +31,9 @@ _CHECKPOINTING = (
     "gradient_checkpointing_enable",
     "enable_gradient_checkpointing",
 )
+# Models of one class stay of one when they are planned: `torch.func.stack_module_state` and
+# comparisons of `type` expect it. Kept while one of them lives.
+_PLANNED: WeakValueDictionary[tuple[Any, ...], type[torch.nn.Module]] = WeakValueDictionary()
 
 
 def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
@@ -39,18 +43,24 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
     a function that calls this one.
     """
     kind = type(model)
+    present = tuple(name for name in _CHECKPOINTING if hasattr(model, name))
+    # Another forward, put on the class since, has another signature.
+    key = (kind, kind.forward, mixin, present)
+    planned = _PLANNED.get(key)
+    if planned is not None:
+        return planned
 
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
             return kind.forward(model, *args, **kwargs)
         # Releases before have no `is_exporting`; there the next check refuses.
         exporting = getattr(torch.compiler, "is_exporting", bool)()
-        if exporting or (torch.jit.is_tracing() and torch.is_grad_enabled()):
-            raise TraceError(
-                f"torch.export, torch.jit.trace or an exporter to ONNX was given a planned "
-                f"{kind.__name__}, whose plan is for training on this machine. Export the model "
-                "without a plan: the one that plan was given, or copy.deepcopy(model)."
-            )
+        if (
+            exporting
+            or _is_symbolic(args, kwargs)
+            or (torch.jit.is_tracing() and torch.is_grad_enabled())
+        ):
+            raise exported(kind)
         if _is_compiled(model.__dict__[RECORD]):
             raise TraceError(
                 f"torch.compile was given a planned {kind.__name__}, or a function that calls one, "
@@ -67,9 +77,19 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
         "forward": _disguised(run, kind.forward),
         _PLAIN: kind,
     }
-    present = [name for name in _CHECKPOINTING if hasattr(model, name)]
     members |= {name: _ignored(kind, name) for name in present}
-    return type(kind.__name__, (mixin, kind), members)
+    planned = type(kind.__name__, (mixin, kind), members)
+    _PLANNED[key] = planned
+    return planned
+
+
+def exported(kind: type[torch.nn.Module]) -> TraceError:
+    """Return the refusal of what takes a planned model for its code."""
+    return TraceError(
+        f"torch.export, torch.jit, torch.fx or an exporter to ONNX was given a planned "
+        f"{kind.__name__}, whose plan is for training on this machine. Export the model "
+        "without a plan: the one that plan was given, or copy.deepcopy(model)."
+    )
 
 
 def uninitialized(kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -153,6 +173,13 @@ def _ignored(kind: Any, name: str) -> Callable[..., Any]:
         return None
 
     return enable if own is None else wraps(own)(enable)
+
+
+def _is_symbolic(args: Any, kwargs: Any) -> bool:
+    """Whether torch.fx calls a forward with stand-ins, as `prepare_qat_fx` has it do."""
+    # Of the outermost module one stands for all arguments.
+    passed = (args,) if isinstance(args, torch.fx.Proxy) else (*args, *kwargs.values())
+    return any(isinstance(value, torch.fx.Proxy) for value in passed)
 
 
 def is_in_compiled() -> bool:
