@@ -144,6 +144,10 @@ class HookedModel:
         self._model: weakref.ref[DistributedDataParallel] | None = None
         # By the place of their first bucket, which a pass that adds to that bucket is known by.
         self._known: dict[int | None, weakref.ref[DistributedDataParallel] | None] = {}
+        # How many places each had so far, and after how many searches the last one.
+        self._places: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, int]]
+        self._places = weakref.WeakKeyDictionary()
+        self._searches = 0
 
     def find(self, state: Any, bucket: dist.GradBucket) -> bool:
         """Find the model, by the first bucket of a pass; return whether it had none before."""
@@ -154,15 +158,15 @@ class HookedModel:
             self._model = self._known[place]
             if self._model is None or self._alive() is not None:
                 return False
-        before = [known and known() for known in self._known.values()]
         models = [
             model
             for model in live_objects(DistributedDataParallel)
             if any(hooked is state for _, hooked in vars(model).get("_comm_hooks", ()))
         ]
         its = bucket.parameters()[0]
-        # Known ones call from where they did before, but for once, when DDP makes new buckets.
-        models.sort(key=lambda m: (all(p is not its for p in m.module.parameters()), m in before))
+        models.sort(
+            key=lambda m: (all(p is not its for p in m.module.parameters()), self._order(m))
+        )
         self._model = weakref.ref(models[0]) if models else None
         self._known = {
             at: known
@@ -170,7 +174,21 @@ class HookedModel:
             if known and known() not in (None, *models[:1])
         }
         self._known[place] = self._model
-        return bool(models) and models[0] not in before
+        if not models:
+            return False
+        places, _, _ = self._order(models[0])
+        self._searches += 1
+        self._places[models[0]] = places + 1, self._searches
+        return not places
+
+    def _order(self, model: DistributedDataParallel) -> tuple[int, bool, int]:
+        """By which to look for the model of a new place, the likeliest first.
+
+        Each has two places, as DDP makes new buckets once; one that never ran calls no hook; and of
+        two that take turns it is the other one.
+        """
+        places, search = self._places.get(model, (0, 0))
+        return places, not getattr(model, "_lazy_init_ran", True), search
 
     def group(self, group: Any) -> Any:
         """The process group to use: the state's own, which is passed, or the model's.
