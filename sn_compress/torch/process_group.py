@@ -257,7 +257,7 @@ class CallWatch:
     ----------
     after : steps without a call after which an UncalledWarning says so, once; 0 for never
     known : the parameters' names, as Names has them; where there are none, every optimizer counts
-    ended : called when an optimizer's step has ended, which is in no other's
+    ended : called when an optimizer's step has ended, which is in no other's; None for nobody
 
     Attributes
     ----------
@@ -271,7 +271,7 @@ class CallWatch:
         self,
         after: int,
         known: Callable[[], list[tuple[torch.Tensor, str]]],
-        ended: Callable[[], None],
+        ended: Callable[[], None] | None,
     ) -> None:
         if not isinstance(after, int) or isinstance(after, bool) or after < 0:
             raise CompressError(
@@ -280,7 +280,7 @@ class CallWatch:
             )
         self.after, self.steps, self._known = after, 0, known
         self.any_step = False
-        self._ended = weakref.WeakMethod(ended)
+        self._ended = ended and weakref.WeakMethod(ended)
         self._parameters: set[int] = set()
         # The optimizer in whose step this is, of several the outer one; see `_running`.
         self._stepping: Any = None
@@ -300,7 +300,7 @@ class CallWatch:
             raise CompressError(
                 f"{kind} evaluates its closure several times in one step, and compares the "
                 "gradients; compressed ones include what earlier evaluations left out. Expected "
-                f"one evaluation a step. Train with {kind} without this hook, or take an optimizer "
+                f"one evaluation a step. Train with {kind} uncompressed, or take an optimizer "
                 "that evaluates once, such as SGD or AdamW."
             )
 
@@ -317,7 +317,7 @@ class CallWatch:
         outer = self._stepping and self._stepping()
         if outer in (None, optimizer):
             self._stepping = None
-            if (ended := self._ended()) is not None:
+            if (ended := self._ended and self._ended()) is not None:
                 ended()
         self.steps += 1
         if self.steps == self.after:
