@@ -392,6 +392,7 @@ class CompressionState:
         }
 
 
+@torch.compiler.disable  # of a compiled step with its backward pass: an exchange is no graph
 def compression_hook(
     state: CompressionState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # fmt: skip

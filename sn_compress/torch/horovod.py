@@ -19,6 +19,7 @@ import torch
 from ..collective import Buckets, Gradient
 from ..errors import CompressError
 from ..settings import Settings
+from .process_group import CallWatch
 from .under_horovod import hvd
 from .under_horovod.agreement import (
     CheckedHandle,
@@ -179,6 +180,8 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
     else:
         memory.begin_step()
         _lay_out(memory, caller.optimizer)
+        assert memory.watch is not None
+        memory.watch.begin_pass()
         if memory.has_broken_rounds:
             end_broken_rounds(memory, sets)
         if caller.optimizer._synchronized:
@@ -255,6 +258,10 @@ def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
         # Gradients mostly come in the reverse of this order.
         ordered = reversed(reduced_parameters(optimizer))
         memory.buckets = Buckets((names[p], p.numel(), p.device) for p in ordered)
+    if memory.watch is None:
+        named = [(p, names[p]) for p in reduced]
+        memory.watch = CallWatch(0, lambda: named, None)
+        memory.watch.begin_step(optimizer)  # which nobody saw, if this is in one
     if memory.submission is None:
         ask, again = partial(_ask, settings=memory.settings), partial(_again, memory)
         memory.submission = GradientHook(

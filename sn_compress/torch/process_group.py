@@ -144,6 +144,10 @@ class HookedModel:
         self._model: weakref.ref[DistributedDataParallel] | None = None
         # By the place of their first bucket, which a pass that adds to that bucket is known by.
         self._known: dict[int | None, weakref.ref[DistributedDataParallel] | None] = {}
+        # How many places each had so far, and after how many searches the last one.
+        self._places: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, int]]
+        self._places = weakref.WeakKeyDictionary()
+        self._searches = 0
 
     def find(self, state: Any, bucket: dist.GradBucket) -> bool:
         """Find the model, by the first bucket of a pass; return whether it had none before."""
@@ -154,15 +158,15 @@ class HookedModel:
             self._model = self._known[place]
             if self._model is None or self._alive() is not None:
                 return False
-        before = [known and known() for known in self._known.values()]
         models = [
             model
             for model in live_objects(DistributedDataParallel)
             if any(hooked is state for _, hooked in vars(model).get("_comm_hooks", ()))
         ]
         its = bucket.parameters()[0]
-        # Known ones call from where they did before, but for once, when DDP makes new buckets.
-        models.sort(key=lambda m: (all(p is not its for p in m.module.parameters()), m in before))
+        models.sort(
+            key=lambda m: (all(p is not its for p in m.module.parameters()), self._order(m))
+        )
         self._model = weakref.ref(models[0]) if models else None
         self._known = {
             at: known
@@ -170,7 +174,21 @@ class HookedModel:
             if known and known() not in (None, *models[:1])
         }
         self._known[place] = self._model
-        return bool(models) and models[0] not in before
+        if not models:
+            return False
+        places, _, _ = self._order(models[0])
+        self._searches += 1
+        self._places[models[0]] = places + 1, self._searches
+        return not places
+
+    def _order(self, model: DistributedDataParallel) -> tuple[int, bool, int]:
+        """By which to look for the model of a new place, the likeliest first.
+
+        Each has two places, as DDP makes new buckets once; one that never ran calls no hook; and of
+        two that take turns it is the other one.
+        """
+        places, search = self._places.get(model, (0, 0))
+        return places, not getattr(model, "_lazy_init_ran", True), search
 
     def group(self, group: Any) -> Any:
         """The process group to use: the state's own, which is passed, or the model's.
@@ -240,7 +258,7 @@ class CallWatch:
     ----------
     after : steps without a call after which an UncalledWarning says so, once; 0 for never
     known : the parameters' names, as Names has them; where there are none, every optimizer counts
-    ended : called when an optimizer's step has ended, which is in no other's
+    ended : called when an optimizer's step has ended, which is in no other's; None for nobody
 
     Attributes
     ----------
@@ -254,7 +272,7 @@ class CallWatch:
         self,
         after: int,
         known: Callable[[], list[tuple[torch.Tensor, str]]],
-        ended: Callable[[], None],
+        ended: Callable[[], None] | None,
     ) -> None:
         if not isinstance(after, int) or isinstance(after, bool) or after < 0:
             raise CompressError(
@@ -263,7 +281,7 @@ class CallWatch:
             )
         self.after, self.steps, self._known = after, 0, known
         self.any_step = False
-        self._ended = weakref.WeakMethod(ended)
+        self._ended = ended and weakref.WeakMethod(ended)
         self._parameters: set[int] = set()
         # The optimizer in whose step this is, of several the outer one; see `_running`.
         self._stepping: Any = None
@@ -283,7 +301,7 @@ class CallWatch:
             raise CompressError(
                 f"{kind} evaluates its closure several times in one step, and compares the "
                 "gradients; compressed ones include what earlier evaluations left out. Expected "
-                f"one evaluation a step. Train with {kind} without this hook, or take an optimizer "
+                f"one evaluation a step. Train with {kind} uncompressed, or take an optimizer "
                 "that evaluates once, such as SGD or AdamW."
             )
 
@@ -300,7 +318,7 @@ class CallWatch:
         outer = self._stepping and self._stepping()
         if outer in (None, optimizer):
             self._stepping = None
-            if (ended := self._ended()) is not None:
+            if (ended := self._ended and self._ended()) is not None:
                 ended()
         self.steps += 1
         if self.steps == self.after:

@@ -24,6 +24,7 @@ from ...errors import CompressError
 from ...prediction import new_tuner
 from ...settings import Settings
 from ..outcomes import Outcomes
+from ..process_group import CallWatch
 from .hooks import GradientHook
 
 
@@ -183,6 +184,7 @@ class OptimizerState:
         self.side = SideStream()
         self.buckets: Buckets | None = None
         self.submission: GradientHook | None = None
+        self.watch: CallWatch | None = None
         self._coded: set[str] = set()  # tensors that are coded in the step under way
         self._dense: set[str] = set()  # likewise, those that travel dense
         self._number = 0  # in names of its collectives, equal on all ranks

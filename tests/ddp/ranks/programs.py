@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from functools import partial
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from cases import (
     TYPES,
     Ledger,
     OfType,
+    apply,
     assert_alike,
+    assert_equal,
     batch,
     hooked,
     loss_of,
@@ -25,6 +28,7 @@ from cases import (
     sgd,
     state_of,
     train,
+    weights_of,
     wrap,
 )
 from outcomes import Turns
@@ -35,7 +39,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from sn_compress import FFTCompression, LowRankCompression
+from sn_compress.torch import process_group
 from sn_compress.torch.ddp import CompressionState
+from sn_compress.torch.outcomes import live_objects
 
 FFT = FFTCompression.using(theta=0.9, check_every=5)
 LOW = LowRankCompression.using(ratio=20, warmup=3, check_every=5)
@@ -280,6 +286,14 @@ def a_model_is_wrapped_anew_while_the_old_ddp_lives():
         train(old[0], range(4))
         train(wrap(model, state, bucket_cap_mb=25, static_graph=True), range(3))
         assert state.report()["steps"] == 7, state.report()
+        model = net()  # and where both are made before either is used, and take turns
+        state = state_of(compression, model)
+        both = [wrap(model, state), wrap(model, state)]
+        with patch.object(process_group, "live_objects", wraps=live_objects) as searches:
+            for step in range(10):
+                train(both[(step + 1) % 2], [step])
+        assert searches.call_count <= 4, "DDP makes new buckets once"
+        assert_alike(model)
         model = Turns()
         state, optimizer, ledger = state_of(compression, model), sgd(model, 0.05), Ledger(model)
         for steps, unused in ((range(4), False), (range(4, 12), True)):
@@ -295,6 +309,19 @@ def a_model_is_wrapped_anew_while_the_old_ddp_lives():
                 optimizer.step()
         ledger.check(state)
         assert_alike(model)
+
+
+def a_whole_step_may_be_compiled():
+    """Its backward pass runs eagerly, and dynamo would trace the hook that it calls."""
+    for compression in LOSSY:
+        ends = []
+        for update in (apply, torch.compile(apply, backend="eager")):
+            ddp, _ = hooked(net(), compression, bucket_cap_mb=25)
+            optimizer = sgd(ddp)
+            for step in range(7):
+                update(ddp, optimizer, step)
+            ends.append(weights_of(ddp))
+        assert_equal(*ends)
 
 
 def the_default_type_is_the_users():
@@ -354,6 +381,6 @@ CASES = [
     differences_are_still_found, an_unfrozen_parameter_is_compared,
     several_evaluations_a_step_are_refused, the_group_is_that_of_ddp,
     complex_parameters_are_averaged, a_static_graph_of_two_types_goes_on,
-    a_model_is_wrapped_anew_while_the_old_ddp_lives,
+    a_model_is_wrapped_anew_while_the_old_ddp_lives, a_whole_step_may_be_compiled,
     the_default_type_is_the_users, every_type_is_averaged_or_refused,
 ]  # fmt: skip

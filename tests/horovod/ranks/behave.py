@@ -10,7 +10,7 @@ import horovod.torch as hvd
 import nets
 import torch
 from cases import message_of
-from nets import assert_alike, assert_equal, batch
+from nets import assert_alike, assert_equal, batch, said_by_all
 from torch import nn
 
 from sn_compress import AutoCompression, CastCompression, FFTCompression, LowRankCompression
@@ -189,6 +189,28 @@ def refusals():
     optimizer = wrap(model, op=hvd.Adasum)
     assert "Adasum" in message_of(lambda: model(torch.ones(4, 64)).sum().backward())
     del optimizer
+
+
+def several_evaluations_a_step_are_refused():
+    """As in DDP, in the first step too: of a whole data set there may be no other."""
+    model = net()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.LBFGS(model.parameters(), max_iter=3),
+        named_parameters=model.named_parameters(), compression=GATHER,
+    )  # fmt: skip
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(batch(0, 8, 96)).square().mean()
+        loss.backward()
+        optimizer.synchronize()
+        return loss
+
+    def step():
+        with optimizer.skip_synchronize():
+            optimizer.step(closure)
+
+    assert "LBFGS evaluates its closure several times" in said_by_all(step)
 
 
 def net():
@@ -404,5 +426,6 @@ CASES = [
     bare_computes_ffts, plain_allreduce_that_shares, casts_are_added_up_in_float32,
     mean_is_the_mean, memory_drains, not_a_number_reaches_all, sparse_travels_as_plain,
     plain_allreduce, every_type_is_reduced_or_refused, refusals, resume,
+    several_evaluations_a_step_are_refused,
     what_a_rank_that_joined_has_yet_to_send_is_not_lost,
 ]  # fmt: skip
