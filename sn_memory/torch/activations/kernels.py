@@ -11,8 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .packing import signed
-
 _ROWS = 16  # groups of a program: 4,096 elements, of which four warps have 32 a thread
 
 
@@ -119,10 +117,9 @@ def pack(
     """Fill bases, steps, codes and spread of [n] values in runs: see `packing.pack`."""
     groups = bases.numel()
     if groups:
-        # What lies above 2**31 would make Triton's whole numbers of 64 bits.
         _pack[(triton.cdiv(groups, _ROWS),)](
-            values, bases, steps, codes, spread, groups, run, *map(signed, key), BITS=bits,
-            ROWS=_ROWS, enable_fp_fusion=False,
+            values, bases, steps, codes, spread, groups, run, *_words(key), BITS=bits, ROWS=_ROWS,
+            enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -140,3 +137,8 @@ def unpack(
         _unpack[(triton.cdiv(groups, _ROWS),)](
             bases, steps, codes, values, groups, run, BITS=bits, ROWS=_ROWS, enable_fp_fusion=False
         )
+
+
+def _words(key: tuple[int, int]) -> tuple[int, int]:
+    """The key as Triton takes whole numbers: what lies above 2**31 would make them of 64 bits."""
+    return tuple(word - (1 << 32) if word >> 31 else word for word in key)  # type: ignore[return-value]

@@ -266,19 +266,19 @@ def _halves(first: int, n: int, key: tuple[int, int], device: torch.device) -> t
     # lowbias32, as in groups.py. int32 wraps around as uint32 does, for which torch has no
     # arithmetic; its shifts extend the sign, which masks undo.
     pair = first >> 1
-    other = signed(key[1] + (pair >> 32) * 0x85EBCA6B)
+    other = _signed(key[1] + (pair >> 32) * 0x85EBCA6B)
     x = torch.arange((first + n + 1 >> 1) - pair, dtype=torch.int32, device=device)
-    x = (x + signed(pair)) * signed(0x9E3779B9) + signed(key[0])
+    x = (x + _signed(pair)) * _signed(0x9E3779B9) + _signed(key[0])
     x ^= other
     x ^= (x >> 16) & 0xFFFF
-    x *= signed(0x7FEB352D)
+    x *= _signed(0x7FEB352D)
     x ^= (x >> 15) & 0x1FFFF
-    x *= signed(0x846CA68B)
+    x *= _signed(0x846CA68B)
     x ^= (x >> 16) & 0xFFFF
     return torch.stack([x & 0xFFFF, (x >> 16) & 0xFFFF], 1).view(-1)[first & 1 :][:n]
 
 
-def signed(word: int) -> int:
-    """Return a word of 32 bits as the int32 of the same bits."""
+def _signed(word: int) -> int:
+    """A word of 32 bits as the int32 of the same bits."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word

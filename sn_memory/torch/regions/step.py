@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 from weakref import WeakSet
 
@@ -211,39 +210,26 @@ class RegionStep(MeasuredStep):
         def forward(*args: Any, **kwargs: Any) -> Any:
             # Another thread that calls the module has a pass of its own.
             own = threading.get_ident() == thread and not as_written()
-            replacement = None
-            if own and wants_gradient(module, (args, kwargs)):
-                replacement = self._replacement(region, module, (args, kwargs), current, forwards)
-            return (replacement or original)(*args, **kwargs)
-
-        return forward
-
-    def _replacement(
-        self,
-        region: Region,
-        module: torch.nn.Module,
-        arguments: Arguments,
-        current: ForwardPass | None,
-        forwards: Callable[[], Forwards],
-    ) -> Callable[..., Any] | None:
-        """Return the forward that a call takes in this pass; None: its own, as written."""
-        signature, parameters, buffers = region.lookup(module, arguments)
-        if signature is None:
-            return None
-        kinds = region.alike.kinds
-        if signature not in kinds:
-            with forwards().away():
-                self._meet(region, module, arguments, signature)
+            if not own or not wants_gradient(module, (args, kwargs)):
+                return original(*args, **kwargs)
+            signature, parameters, buffers = region.lookup(module, (args, kwargs))
+            kinds = region.alike.kinds
+            if signature is not None and signature not in kinds:
+                with forwards().away():
+                    self._meet(region, module, (args, kwargs), signature)
+                    again = run_again(region.path, module)
                 if signature not in kinds:
                     if current is not None:
                         current.leaner = True
-                    return run_again(region.path, module)
-        kind = kinds[signature]
-        if kind is None:
-            return None
-        plan = kind.leanest if current is None else current.plan(region.path, kind)
-        call = Call(parameters, buffers, lambda _: _FirstOnly(region, kind, self.warned))
-        return partial(self._replay, region.path, module, kind, plan, call)
+                    return again(*args, **kwargs)
+            kind = None if signature is None else kinds[signature]
+            if kind is None:
+                return original(*args, **kwargs)
+            plan = kind.leanest if current is None else current.plan(region.path, kind)
+            call = Call(parameters, buffers, lambda _: _FirstOnly(region, kind, self.warned))
+            return self._replay(region.path, module, kind, plan, (args, kwargs), call)
+
+        return forward
 
     def _replay(
         self,
@@ -251,12 +237,11 @@ class RegionStep(MeasuredStep):
         module: torch.nn.Module,
         kind: TracedCall,
         plan: int,
+        arguments: Arguments,
         call: Call,
-        *args: Any,
-        **kwargs: Any,
     ) -> Any:
         """Run a call by one of its plans."""
-        args, kwargs = as_sampled(module, kind.call, (args, kwargs))
+        args, kwargs = as_sampled(module, kind.call, arguments)
         replay = kind.replay(plan)
         # Filled with results that a kernel lays out otherwise, which are copied in this pass.
         replay.layouts = {} if self.layouts is None else self.layouts
