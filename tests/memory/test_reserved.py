@@ -1,13 +1,16 @@
 """What torch's allocator reserves for a plan, and plans that keep a budget of that."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from sn_memory import BudgetError, Graph, Op, Plan, Storage, plan_graph
 from sn_memory.cost.bfc import BFCSettings
 from sn_memory.cost.caching import AllocatorSettings
 from sn_memory.plan.policies import policy
+from sn_memory.run.planned import KeptStep, PlannedKind
 from sn_memory.run.reserved import LEAST_BYTES, reserved, within_reserved
-from sn_memory.run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, plan_at_once
+from sn_memory.run.unseen import AT_ONCE, CARRIED_OVER, NOTHING_AGAIN, PLANNED, UnseenInput
 
 MIB = 1 << 20
 RECOMPUTE = ("keep", "recompute")
@@ -152,17 +155,25 @@ def test_plans_at_once_keep_a_budget_of_reserved_bytes():
     def search(graph):
         return within_reserved(graph, needs, searching(graph, []), DEFAULT)
 
-    assert plan_at_once(graph, search, needs, []).how == NOTHING_AGAIN
-    found = plan_at_once(graph, search, needs, [], DEFAULT)
-    assert found.how == AT_ONCE
-    assert found.plan.reserved_peak_bytes <= needs
-    others = [("it", found.plan), ("all", plain)]
-    again = plan_at_once(graph, search, needs, others, DEFAULT)
-    assert again.how == f"{CARRIED_OVER} it"
-    assert again.plan.reserved_peak_bytes == found.plan.reserved_peak_bytes
-    assert again.plan.pool_bytes == found.plan.pool_bytes > 0
+    def planned(budget, allocator, **others):
+        """The plan for a new input, and how it came about; `others`: plans for known ones."""
+        kept = [
+            KeptStep(SimpleNamespace(plan=plan), PlannedKind(name, PLANNED, 0, 0))
+            for name, plan in others.items()
+        ]
+        unseen = SimpleNamespace()
+        return UnseenInput.planned(unseen, graph, search, budget, kept, allocator), unseen.how
+
+    assert planned(needs, None)[1] == NOTHING_AGAIN
+    found, how = planned(needs, DEFAULT)
+    assert how == AT_ONCE
+    assert found.reserved_peak_bytes <= needs
+    again, how = planned(needs, DEFAULT, it=found, all=plain)
+    assert how == f"{CARRIED_OVER} it"
+    assert again.reserved_peak_bytes == found.reserved_peak_bytes
+    assert again.pool_bytes == found.pool_bytes > 0
     # Where there is room for what is reserved, all is kept.
-    assert plan_at_once(graph, search, most, [], DEFAULT).plan.reserved_peak_bytes == most
+    assert planned(most, DEFAULT)[0].reserved_peak_bytes == most
 
 
 def test_the_gradient_of_an_output_is_not_of_the_pool():

@@ -51,6 +51,8 @@ _PARTS = (4, 8, 16)
 _STEPS, _STEPS_S, _LEAST_STEPS = 16, 4.0, 8
 # Where steps differed, the next may differ by more: their range divided by this is left free.
 _MARGIN = 4
+# What the rows of a sample that may not fit are divided by.
+_SHARE = 4
 
 
 @dataclass
@@ -78,8 +80,8 @@ class Probe:
     Nor is what reads variables where Keras does not see it, as a tf.function of a layer does: when
     it runs again, they may be updated.
 
-    device : whose allocator is watched. None: the sample runs under no tape, which may not fit, and
-        results stand for what items leave
+    device : whose allocator is watched. Where it does not count, and where there is none, results
+        stand for what items leave.
 
     chains : all chains of the model, at any depth, per layer that they are right below
     behaviour : per item
@@ -101,10 +103,10 @@ class Probe:
         self.held: dict[Item, int] = {}
         # Once before: kernels are loaded, and what a layer sets in its first call is set.
         model(*args, training=True)
-        if device is None:
-            self._by_results(model, args)
-        else:
+        if device is not None and has_statistics(device):
             self._measure(model, args, device)
+        else:
+            self._by_results(model, args)
         self._trace(model, args)
 
     def left_bytes(self, chain: Chain, items: tuple[Item, ...]) -> int:
@@ -307,9 +309,9 @@ def layer_step(
 
     model, sample, budget : the plain model and a real sample; it is run, and left as it was.
     resident_bytes : what counts besides the step: the optimizer's state.
-    safely : the sample may not fit without a plan: synthetic values stand for it, results for what
-        layers leave, and no step is run in which nothing runs again. If no choice keeps the budget,
-        the one with the smallest peak is taken.
+    safely : the sample may not fit without a plan: synthetic values stand for it, what layers leave
+        is measured on a quarter of its rows where that shows it, and no step is run in which
+        nothing runs again. If no choice keeps the budget, the one with the smallest peak is taken.
         Where the device's allocator does not count, all of the finest cut runs again, unmeasured.
 
     Raises TraceError if the sample has no values, or the device's allocator does not count;
@@ -355,7 +357,31 @@ class _Search:
         self.model, self.args, self.base_bytes, self.safely = model, args, base_bytes, safely
         self.device = main_device()
         self.twin = twin_of(model, _InSections)
-        self.probe = Probe(model, args, None if safely else self.device)
+        # Bytes of the sample for one of what was watched.
+        self.scale = 1
+        self.probe = self.of_few_rows() if safely else Probe(model, args, self.device)
+
+    def of_few_rows(self) -> Probe:
+        """Measure a quarter of the rows, or all where these leave blocks too small to be seen."""
+        rows = {value.shape[0] if value.shape.rank else 0 for value in tensors_in(self.args)}
+        count = rows.pop() // _SHARE if len(rows) == 1 else 0
+        if count:
+            few = tf.nest.map_structure(
+                lambda value: value[:count] if isinstance(value, tf.Tensor) else value, self.args
+            )
+            try:
+                probe = Probe(self.model, few, self.device)
+            except Exception as error:  # noqa: BLE001 - a model may take one number of rows only
+                log.info("a quarter of the rows is no sample: %s", error)
+            else:
+                if self.leaves_bytes(probe):
+                    self.scale = _SHARE
+                    return probe
+        return Probe(self.model, self.args, self.device)
+
+    @staticmethod
+    def leaves_bytes(probe: Probe) -> bool:
+        return any(behaviour.left_bytes > 0 for behaviour in probe.behaviour.values())
 
     def step(self, budget: float | str) -> LayerStep:
         # Without `safely`, an allocator that does not count has ended in an error before.
@@ -368,7 +394,10 @@ class _Search:
         else:
             sections, best = self.divide(_DEPTH, _PARTS[-1]), _NONE
         if self.safely and not sections:
-            raise TraceError("none of its layers can be run again")
+            if self.leaves_bytes(self.probe) or not counts:
+                raise TraceError("none of its layers can be run again")
+            # Whatever they leave is too small to be seen.
+            best = self.measured([], 0)
         # Cuts were compared by two steps each; the one that is taken is held to the worst of many.
         if sections and not self.safely and best.peak_bytes <= budget_bytes:
             best = self.measured(sections)
@@ -460,7 +489,7 @@ class _Search:
             changed = {
                 id(variable): variable for behaviour in behaviours for variable in behaviour.changed
             }
-            saved = probe.left_bytes(chain, part)
+            saved = self.scale * probe.left_bytes(chain, part)
             if saved > 0:
                 seconds = sum(behaviour.seconds for behaviour in behaviours)
                 yield Section(chain, part, tuple(changed.values()), saved, seconds)
