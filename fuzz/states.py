@@ -129,8 +129,8 @@ def _ddp() -> CompressionState:
 
 def _step_all(own: Any) -> None:
     for _ in range(2):
-        _step(own.shared)
-    own.feedback.encode("w", _gradient())
+        _step(own.engine.shared)
+    own.engine.feedback.encode("w", _gradient())
 
 
 def _differences() -> Differences:
@@ -219,7 +219,8 @@ def _saved_by_ddp(own: CompressionState) -> Any:
 
     state = {
         "format": 1, "ranks": 1, "rank": 0, "scale": own.engine.transaction.scale,
-        "feedback": own.feedback.state_dict(), "shared": own.shared.state_dict(),
+        "feedback": own.engine.feedback.state_dict(),
+        "shared": own.engine.shared.state_dict(),
     }  # fmt: skip
     return registry.map_tree(np.ndarray, torch.from_numpy, state)
 
