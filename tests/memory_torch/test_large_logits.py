@@ -239,11 +239,3 @@ def test_it_is_timed_on_tensors_of_its_own_and_a_gpu_has_its_own_scratch():
     # Here weight and gradient are made in float32 beside the chunk's logits, there they are not.
     assert there.workspaces[0].bytes < here.workspaces[0].bytes
     assert estimate(half, sample, device="h100").activations_bytes >= 16 * VOCABULARY * 4
-
-
-def test_loss_chunks_is_refused_with_what_to_write():
-    model, sample = Language(chunked=True), batch()
-    with pytest.raises(TypeError, match=r"'loss_chunks'.*linear_cross_entropy\(hidden, head"):
-        plan(model, sample, loss_chunks=4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'loss_parts'"):
-        plan(model, sample, loss_parts=4)
