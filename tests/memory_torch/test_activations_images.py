@@ -10,9 +10,7 @@ from _peaks import activation_bytes
 from small_models import module_of
 from steps import gradients, off, same
 from torch import nn
-from torch.distributed import FileStore, destroy_process_group, init_process_group
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory import settings
@@ -192,32 +190,6 @@ def test_hooks_of_weights_are_called_once():
         model(x).square().mean().backward()
     assert calls == ["weight", "accumulated"]
     assert off([model[0].weight.grad / 2, model[2].weight.grad], expected[0:3:2]) <= SUMS
-
-
-def test_gradients_of_ranks_are_averaged_once(tmp_path):
-    model, x, sent = net(), images(), []
-    expected = gradients(model, x)
-
-    def send(_, bucket):
-        sent.append(bucket.buffer().numel())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        parallel = DistributedDataParallel(model)
-        parallel.register_comm_hook(None, send)
-        with compress_activations(model, bits=8) as compressed:
-            for _ in range(2):
-                sent.clear()
-                model.zero_grad()
-                parallel(x).square().mean().backward()
-    finally:
-        destroy_process_group()
-    assert compressed.by_images == LAYERS
-    assert sum(sent) == sum(p.numel() for p in model.parameters())
-    assert off([p.grad for p in model.parameters()][:4], expected[:4]) <= SUMS
 
 
 def test_gradients_of_gradients_and_of_many_losses():
