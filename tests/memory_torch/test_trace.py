@@ -98,13 +98,6 @@ def test_the_meta_device_will_do():
     assert peak(nowhere).bytes == peak(there).bytes
 
 
-def test_shared_weights_are_one_storage():
-    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Tanh(), nn.Linear(4, 4, bias=False))
-    model[2].weight = model[0].weight
-    graph = trace(model, torch.zeros(2, 4), profile=False).graph
-    assert [it.name for it in graph.storages if it.role == "parameter"] == ["0.weight"]
-
-
 def test_times_are_measured_and_kept(tmp_path):
     model, sample = mlp(2), torch.zeros(3, 32)
     # Gradients of earlier steps are no reason not to.
