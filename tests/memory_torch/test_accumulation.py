@@ -425,14 +425,11 @@ def test_inside_parametrize_cached():
     assert not any("modules" in kind.how for kind in planned.sn_memory.kinds)
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind", "says"),
-    [
-        ("graph", parametrizations.spectral_norm, r"is called inside parametrize.cached\(\), with"),
-        ("modules", parametrizations.spectral_norm, "2 forward passes of"),
-        ("modules", parametrizations.weight_norm, "2 forward passes of"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "kind", "says"), [
+    ("graph", parametrizations.spectral_norm, r"is called inside parametrize.cached\(\), with"),
+    ("modules", parametrizations.spectral_norm, "2 forward passes of"),
+    ("modules", parametrizations.weight_norm, "2 forward passes of"),
+])  # fmt: skip
 def test_two_passes_in_parametrize_cached(backend, kind, says):
     """As a GAN's: cached weights are the same in both, and spectral_norm iterates once.
 

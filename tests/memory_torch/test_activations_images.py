@@ -94,16 +94,12 @@ def test_an_input_that_others_made_is_kept_exactly_where_that_is_less():
     assert off(found[4:], expected[4:]) <= 0.03  # what the tanh reads has eight bits
 
 
-@pytest.mark.parametrize(
-    ("channels_last", "dtype", "cast", "most"),
-    [
-        (True, torch.float32, None, SUMS),
-        # Each element of what flows back is rounded in both; sums are rounded once, not six times.
-        (False, torch.bfloat16, None, 0.01),
-        (True, torch.bfloat16, None, 0.01),
-        (True, torch.float32, torch.bfloat16, 0.01),
-    ],
-)
+@pytest.mark.parametrize(("channels_last", "dtype", "cast", "most"), [
+    (True, torch.float32, None, SUMS),
+    # Each element of what flows back is rounded in both; sums are rounded once, not six times.
+    (False, torch.bfloat16, None, 0.01), (True, torch.bfloat16, None, 0.01),
+    (True, torch.float32, torch.bfloat16, 0.01),
+])  # fmt: skip
 def test_layouts_types_and_casts(channels_last, dtype, cast, most):
     form = torch.channels_last if channels_last else torch.contiguous_format
     model = net(nn.GroupNorm(4, 16)).to(dtype, memory_format=form)
@@ -275,20 +271,15 @@ def hooked():
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "layers"),
-    [
-        (net(nn.BatchNorm2d(16)), ["0", "1"]),
-        (net(nn.Dropout(0.1)), ["0", "1"]),
-        (net(nn.LocalResponseNorm(3)), [*LAYERS, "5"]),
-        (net(type("OfTheUsers", (nn.Conv2d,), {})(16, 16, 1)), ["0", "1"]),
-        # What writes on its input does not come first, as its input is kept.
-        (net(first=(nn.ReLU(inplace=True), nn.Identity())), [str(int(it) + 2) for it in LAYERS]),
-        (nn.Sequential(Twice(*net()[:5]), nn.Flatten(), nn.Linear(16 * 24**2, 8)), []),
-        (nn.Sequential(net()[:5], net()[5:]), [f"0.{it}" for it in LAYERS]),
-        (hooked(), ["0", "1"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "layers"), [
+    (net(nn.BatchNorm2d(16)), ["0", "1"]), (net(nn.Dropout(0.1)), ["0", "1"]),
+    (net(nn.LocalResponseNorm(3)), [*LAYERS, "5"]),
+    (net(type("OfTheUsers", (nn.Conv2d,), {})(16, 16, 1)), ["0", "1"]),
+    # What writes on its input does not come first, as its input is kept.
+    (net(first=(nn.ReLU(inplace=True), nn.Identity())), [str(int(it) + 2) for it in LAYERS]),
+    (nn.Sequential(Twice(*net()[:5]), nn.Flatten(), nn.Linear(16 * 24**2, 8)), []),
+    (nn.Sequential(net()[:5], net()[5:]), [f"0.{it}" for it in LAYERS]), (hooked(), ["0", "1"]),
+])  # fmt: skip
 def test_which_layers_take_some_images_at_a_time(model, layers):
     x = images()
     expected = gradients(copy.deepcopy(model), x)

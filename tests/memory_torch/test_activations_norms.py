@@ -33,15 +33,10 @@ NORMS = {
 OF_TOKENS = ("layer", "layer, not affine", "rms", "softmax")
 
 
-@pytest.mark.parametrize(
-    ("last", "weight", "dtype"),
-    [
-        (False, 1.0, torch.float32),
-        (False, 1e-6, torch.bfloat16),
-        (True, 1e-6, torch.float32),
-        (True, 1.0, torch.bfloat16),
-    ],
-)
+@pytest.mark.parametrize(("last", "weight", "dtype"), [
+    (False, 1.0, torch.float32), (False, 1e-6, torch.bfloat16), (True, 1e-6, torch.float32),
+    (True, 1.0, torch.bfloat16),
+])  # fmt: skip
 @pytest.mark.parametrize("kind", NORMS)
 def test_each_row_of_a_norm_has_an_error_of_its_own_size(kind, last, weight, dtype):
     """Rows a thousandth as large as those beside them, with weights near zero as well.

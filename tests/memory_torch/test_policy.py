@@ -210,17 +210,13 @@ def with_rrelu(*last):
 FOUR = ["0", "1", "2", "3"]
 
 
-@pytest.mark.parametrize(
-    ("model", "blocks", "match"),
-    [
-        (mlp(), ["nowhere"], "expected a path, a class or a module"),
-        (mlp(), [nn.Conv2d], "expected a path, a class or a module"),
-        (mlp(), ["0", "0.1"], "lies within the block '0'"),
-        (writes(), ["1"], "changes what it is given in place"),
-        (with_rrelu(), FOUR, r"0, 1, 2, 3: aten\.rrelu_with_noise\.default, its last op, writes"),
-    ],
-    ids=["path", "class", "nested", "writes", "rrelu"],
-)
+@pytest.mark.parametrize(("model", "blocks", "match"), [
+    (mlp(), ["nowhere"], "expected a path, a class or a module"),
+    (mlp(), [nn.Conv2d], "expected a path, a class or a module"),
+    (mlp(), ["0", "0.1"], "lies within the block '0'"),
+    (writes(), ["1"], "changes what it is given in place"),
+    (with_rrelu(), FOUR, r"0, 1, 2, 3: aten\.rrelu_with_noise\.default, its last op, writes"),
+], ids=["path", "class", "nested", "writes", "rrelu"])  # fmt: skip
 def test_blocks_that_are_none_are_refused(model, blocks, match):
     with pytest.raises(TraceError, match=match):
         policy_of(model, torch.randn(8, 32), "70%", blocks=blocks)

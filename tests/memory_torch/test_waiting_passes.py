@@ -71,15 +71,10 @@ def reversed_order(model, count):
         loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "loop"),
-    [
-        ("modules", 2, one_loss),
-        ("modules", 3, reversed_order),
-        ("regions", 2, reversed_order),
-        ("regions", 3, one_loss),
-    ],
-)
+@pytest.mark.parametrize(("backend", "count", "loop"), [
+    ("modules", 2, one_loss), ("modules", 3, reversed_order), ("regions", 2, reversed_order),
+    ("regions", 3, one_loss),
+])  # fmt: skip
 def test_several_passes_are_said_with_their_bytes(backend, count, loop):
     planned, model = planned_and_plain(backend)
     step = planned.sn_memory.latest
