@@ -28,6 +28,9 @@ def samples(n):
     x[:1000] = rng.standard_normal(1000)
     x[1024:1280] = 0
     x[[3, 700, 701]] = np.nan, np.inf, -np.inf
+    # Halfway between two of bfloat16, and one beside that.
+    halfway = x.view(np.uint32)[2048:5120]
+    halfway[:] = (halfway & 0xFFFF0000 | 0x8000) + np.repeat(np.uint32([0, 1, -1 % 2**32]), 1024)
     return x
 
 

@@ -227,16 +227,16 @@ def test_measured_rates_are_seconds():
 
 def test_auto_is_what_autocompression_settles_on():
     """Plain, unless low rank or casts are faster by its margin: never fp16, a gather, or nodes."""
+    autos = []
     for gbit in (0.1, 1, 10, 100, 2400):
-        found = predict(layers("resnet50"), ranks=8, link=Link.of_gbit(gbit), rates=SOME)
+        found = predict(layers("alexnet"), ranks=8, link=Link.of_gbit(gbit), rates=SOME)
         seconds = {row.method: row.step.seconds for row in found.rows}
         best = min("LowRankCompression", "CastCompression", key=seconds.__getitem__)
         worth_it = seconds[best] <= (1 - MARGIN) * seconds["plain"]
         assert found.auto == (best if worth_it else "plain")
         assert f"AutoCompression comes to: {found.auto}" in found.table()
-    assert found.auto == "plain"
-    slow = predict(layers("resnet50"), ranks=8, link=Link.of_gbit(1), rates=SOME)
-    assert slow.auto == "LowRankCompression"
+        autos.append(found.auto)
+    assert autos == ["LowRankCompression"] * 2 + ["CastCompression"] + ["plain"] * 2
 
 
 def test_casts_have_a_row_where_their_codec_is_known():

@@ -4,16 +4,16 @@ import math
 
 import numpy as np
 import pytest
-from bucket_ranks import LIBRARIES, Ranks, begin, bits, new_state
+from bucket_ranks import LIBRARIES, Ranks, bits
 from samples import alike
 from scipy.fft import dctn, idctn
 from sessions import dense, exchange_all
 
 from sn_compress import AutoCompression, LowRankCompression
 from sn_compress.allreduce.allocate import Allocation, EnergyCurve, with_frequencies, words_of
-from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step
+from sn_compress.allreduce.bucket import Bucket
 from sn_compress.allreduce.exchange import AllReduceExchange
-from sn_compress.allreduce.methods.base import HEAD, StepOptions
+from sn_compress.allreduce.methods.base import HEAD
 from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of, waves
 from sn_compress.errors import CompressError
 
@@ -240,40 +240,3 @@ def test_a_session_chooses_and_saves_and_goes_on_bit_by_bit():
 def test_auto_compression_has_frequencies_and_low_rank_has_not():
     assert AutoCompression.settings.shared["frequencies"]
     assert not LowRankCompression.settings.shared["frequencies"]
-
-
-def test_tensorflow_shares_every_bit():
-    tf = pytest.importorskip("tensorflow")
-    pytest.importorskip("horovod")  # the package needs it
-    import sn_compress.tensorflow.namespace  # noqa: F401 - it makes tensors known
-
-    rng, ranks = np.random.default_rng(12), 2
-    bucket, _ = bucket_of((part_of(TORCH), part_of(KERAS)))
-    means = [it.reshape(-1) for it in chance(rng, 1, [TORCH, KERAS])[0]]
-    state = new_state(bucket, np.zeros(1, np.float32))
-    matrices = [mean.reshape(shape) for mean, shape in zip(means, bucket.shapes, strict=True)]
-    state = begin(bucket, state, matrices)
-    memories = [np.zeros(math.prod(shape), np.float32) for shape in bucket.shapes]
-
-    def stepped(state, memories, gradients, first, second):
-        options = StepOptions(ranks, 0, exact=True)
-        rounds = traced_step(bucket, state, memories, gradients, options)
-        words = [next(rounds), rounds.send(first)]
-        with pytest.raises(StopIteration) as end:
-            rounds.send(second)
-        return words, vars(end.value.value)
-
-    traced = tf.function(stepped, autograph=False)
-    totals = [np.zeros(words, np.int32) for words in bucket.words(ranks)]
-    for _ in range(3):
-        gradients = chance(rng, 1, [TORCH, KERAS])[0]
-        first = 2 * stepped(state, memories, gradients, *totals)[0][0]
-        second = 2 * stepped(state, memories, gradients, first, totals[1])[0][1]
-        given = (state, memories, gradients, first, second)
-        (_, expected), (_, found) = (
-            stepped(*given),
-            traced(*tf.nest.map_structure(tf.constant, given)),
-        )
-        for part in ("state", "means"):
-            alike(found[part], expected[part])
-        state, memories = expected["state"], expected["memories"]

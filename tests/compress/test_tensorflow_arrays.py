@@ -20,6 +20,7 @@ from sn_compress import arrays  # noqa: E402
 from sn_compress.allreduce.bucket import Bucket, bucket_of, traced_step  # noqa: E402
 from sn_compress.allreduce.methods.base import StepOptions  # noqa: E402
 from sn_compress.allreduce.methods.dense import Dense  # noqa: E402
+from sn_compress.allreduce.methods.frequencies import Frequencies, kernels_of  # noqa: E402
 from sn_compress.allreduce.methods.low_rank import LowRank  # noqa: E402
 from sn_compress.allreduce.methods.rows import Rows  # noqa: E402
 from sn_compress.codecs import batched  # noqa: E402
@@ -42,7 +43,11 @@ def compiled(function, kind):
     return tf.function(function, autograph=False, jit_compile=kind == "xla")
 
 
-BUCKET = Bucket([LowRank([(12, 8), (5, 9)], [3, 2]), Rows([(20, 3)], [3]), Dense([(1, 9)])])
+PARTS = LowRank([(12, 8), (5, 9)], [3, 2]), Rows([(20, 3)], [3]), Dense([(1, 9)])
+KERNELS = [kernels_of(shape) for shape in ((8, 6, 3, 3), (3, 3, 6, 8))]
+BUCKET = Bucket(PARTS)
+# No product of a wave of a frequency is exact. XLA, which is slow, compiles one bucket.
+OF_KIND = {"graph": Bucket([*PARTS, Frequencies(KERNELS, [4, 4])]), "xla": BUCKET}
 
 
 def exact_gradients(rng, shapes):
@@ -62,14 +67,14 @@ def chance_gradients(rng, shapes):
     return [rng.standard_normal(rows * columns).astype(np.float32) for rows, columns in shapes]
 
 
-def both(state, memories, gradients, add):
+def both(bucket, state, memories, gradients, add):
     """A step of all ranks, each Stepped as a dict, and the sums that travelled.
 
     memories, gradients : of each rank, of each tensor
     add : of a round's number and all ranks' words
     """
     steps = [
-        traced_step(BUCKET, state, memory, gradient, StepOptions(RANKS, rank))
+        traced_step(bucket, state, memory, gradient, StepOptions(RANKS, rank))
         for rank, (memory, gradient) in enumerate(zip(memories, gradients, strict=True))
     ]
     words, sums, ended = [next(one) for one in steps], [], []
@@ -84,24 +89,24 @@ def both(state, memories, gradients, add):
     return ended, sums
 
 
-def in_numpy(state, memories, gradients):
-    return both(state, memories, gradients, lambda _, words: sum(words))
+def in_numpy(bucket, state, memories, gradients):
+    return both(bucket, state, memories, gradients, lambda _, words: sum(words))
 
 
 @cache
-def in_graph(kind):
+def in_graph(kind, bucket):
     """The same in a graph, which adds up itself; with `given`, other sums take the place of its."""
 
     def run(state, memories, gradients, given, totals):
         def add(round_, words):
             return tf.where(given, totals[round_], tf.add_n(words))
 
-        return both(state, memories, gradients, add)
+        return both(bucket, state, memories, gradients, add)
 
     traced = compiled(run, kind)
 
     def call(state, memories, gradients, sums=None):
-        totals = sums or [np.zeros(words, np.int32) for words in BUCKET.words(RANKS)]
+        totals = sums or [np.zeros(words, np.int32) for words in bucket.words(RANKS)]
         given = tf.constant(sums is not None)
         return traced(*tensors([state, memories, gradients]), given, tensors(totals))
 
@@ -113,23 +118,23 @@ def tensors(values):
     return tf.nest.map_structure(tf.constant, values)
 
 
-def start(rng):
+def start(rng, bucket=BUCKET):
     """A state that has seen a gradient, and memories of zeros for each rank."""
-    pairs = zip(exact_gradients(rng, BUCKET.shapes), BUCKET.shapes, strict=True)
-    state = new_state(BUCKET, np.zeros(1, np.float32))
-    state = begin(BUCKET, state, [each.reshape(shape) for each, shape in pairs])
-    zeros = [np.zeros(rows * columns, np.float32) for rows, columns in BUCKET.shapes]
+    pairs = zip(exact_gradients(rng, bucket.shapes), bucket.shapes, strict=True)
+    state = new_state(bucket, np.zeros(1, np.float32))
+    state = begin(bucket, state, [each.reshape(shape) for each, shape in pairs])
+    zeros = [np.zeros(rows * columns, np.float32) for rows, columns in bucket.shapes]
     return state, [zeros] * RANKS
 
 
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_steps_have_the_bits_of_numpy_where_no_product_is_rounded(kind):
-    rng, run = np.random.default_rng(3), in_graph(kind)
+    rng, run = np.random.default_rng(3), in_graph(kind, BUCKET)
     state, none = start(rng)
     theirs = state
     for _ in range(5):
         gradients = [exact_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
-        ended, sums = in_numpy(state, none, gradients)
+        ended, sums = in_numpy(BUCKET, state, none, gradients)
         found, totals = run(theirs, none, gradients)
         alike(totals, sums)
         for one, other in zip(found, ended, strict=True):
@@ -140,10 +145,10 @@ def test_steps_have_the_bits_of_numpy_where_no_product_is_rounded(kind):
 
 @pytest.mark.parametrize("kind", GRAPHS)
 def test_what_is_not_sent_is_in_the_memories(kind):
-    rng, run = np.random.default_rng(8), in_graph(kind)
-    state, memories = start(rng)
+    rng, bucket = np.random.default_rng(8), OF_KIND[kind]
+    run, (state, memories) = in_graph(kind, bucket), start(rng, bucket)
     for _ in range(3):
-        gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
+        gradients = [chance_gradients(rng, bucket.shapes) for _ in range(RANKS)]
         found, _ = run(state, memories, gradients)
         alike(found[1]["means"], found[0]["means"])
         for at, mean in enumerate(found[0]["means"]):
@@ -157,11 +162,11 @@ def test_what_is_not_sent_is_in_the_memories(kind):
 @pytest.mark.parametrize("kind", GRAPHS)
 @pytest.mark.parametrize("what", ["NaN", "first sum", "second sum"])
 def test_a_step_with_nan_or_a_damaged_sum_is_told_on_all_and_changes_nothing(kind, what):
-    rng, run = np.random.default_rng(5), in_graph(kind)
-    state, _ = start(rng)
-    memories = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
-    gradients = [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)]
-    ended, sums = in_numpy(state, memories, gradients)
+    rng, bucket = np.random.default_rng(5), OF_KIND[kind]
+    run, (state, _) = in_graph(kind, bucket), start(rng, bucket)
+    memories = [chance_gradients(rng, bucket.shapes) for _ in range(RANKS)]
+    gradients = [chance_gradients(rng, bucket.shapes) for _ in range(RANKS)]
+    ended, sums = in_numpy(bucket, state, memories, gradients)
     if what == "NaN":
         spoilt = [[it.copy() for it in own] for own in gradients]
         spoilt[1][2][7] = np.nan
@@ -184,7 +189,7 @@ def test_a_step_with_nan_or_a_damaged_sum_is_told_on_all_and_changes_nothing(kin
 
 
 def test_no_operation_of_a_step_calls_python():
-    rng, run = np.random.default_rng(7), in_graph("graph")
+    rng, run = np.random.default_rng(7), in_graph("graph", BUCKET)
     state, memories = start(rng)
     run(state, memories, [chance_gradients(rng, BUCKET.shapes) for _ in range(RANKS)])
     (of,) = run.traced._list_all_concrete_functions()

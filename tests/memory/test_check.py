@@ -88,15 +88,11 @@ def test_what_is_held_and_cannot_be_made_again_counts_in_the_least_peak():
     assert refusal.value.peak_bytes >= 314
 
 
-@pytest.mark.parametrize(
-    ("said", "fields"),
-    [
-        ("peak_bytes: the plan says 300", {"peak": 300}),
-        ("seconds: the plan says 4.0", {"seconds": 4.0}),
-        ("lower_bound_seconds", {"bound": 5.1}),
-        ("the budget is 320", {"budget_bytes": 320}),
-    ],
-)
+@pytest.mark.parametrize(("said", "fields"), [
+    ("peak_bytes: the plan says 300", {"peak": 300}),
+    ("seconds: the plan says 4.0", {"seconds": 4.0}), ("lower_bound_seconds", {"bound": 5.1}),
+    ("the budget is 320", {"budget_bytes": 320}),
+])  # fmt: skip
 def test_predictions_are_held_to(said, fields):
     refused(PLAIN, said, *RUNS, **({"peak": 324, "seconds": 5.0} | fields))
 
@@ -109,30 +105,25 @@ NORM = Graph(
 )
 
 
-@pytest.mark.parametrize(
-    ("said", "graph", "actions"),
-    [
-        ("no op of this name", PLAIN, ("run f9",)),
-        ("no storage of this name", PLAIN, ("free h9",)),
-        ("it is resident", PLAIN, ("free x",)),
-        ("no action has made yet", PLAIN, ("run f2",)),
-        ("which action 1 freed", PLAIN, ("run f1", "free h1", "run f2")),
-        ("'b2' is never run", PLAIN, RUNS[:-1]),
-        ("'loss' must be on the device at the end", PLAIN, (*RUNS, "free loss")),
-        ("which action 3 freed", PLAIN, (*RUNS[:3], "free h2", "run b3")),
-        ("expected run", PLAIN, ("swap h1",)),
-        ("states no transfer speeds", PLAIN, ("run f1", "offload h1")),
-        ("no host copy", PLAIN, ("run f1", "prefetch h1")),
-        ("device.pinned_bytes", SMALL_HOST, ("run f1", "offload h1")),
-        ("prefetch it first", LINKED, ("run f1", "offload h1", "free h1", "run f2")),
-        ("host copy", WRITES, ("run f1", "offload h1", "run w")),
-        ("it has had 1", NORM, ("run norm", "free y", "run norm")),  # a state is changed once
-        *(
-            ("may not run twice", first_op(**{flag: True}), ("run f1", "run f1"))
-            for flag in ("effect", "collective", "once", "random")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("said", "graph", "actions"), [
+    ("no op of this name", PLAIN, ("run f9",)), ("no storage of this name", PLAIN, ("free h9",)),
+    ("it is resident", PLAIN, ("free x",)), ("no action has made yet", PLAIN, ("run f2",)),
+    ("which action 1 freed", PLAIN, ("run f1", "free h1", "run f2")),
+    ("'b2' is never run", PLAIN, RUNS[:-1]),
+    ("'loss' must be on the device at the end", PLAIN, (*RUNS, "free loss")),
+    ("which action 3 freed", PLAIN, (*RUNS[:3], "free h2", "run b3")),
+    ("expected run", PLAIN, ("swap h1",)),
+    ("states no transfer speeds", PLAIN, ("run f1", "offload h1")),
+    ("no host copy", PLAIN, ("run f1", "prefetch h1")),
+    ("device.pinned_bytes", SMALL_HOST, ("run f1", "offload h1")),
+    ("prefetch it first", LINKED, ("run f1", "offload h1", "free h1", "run f2")),
+    ("host copy", WRITES, ("run f1", "offload h1", "run w")),
+    ("it has had 1", NORM, ("run norm", "free y", "run norm")),  # a state is changed once
+    *(
+        ("may not run twice", first_op(**{flag: True}), ("run f1", "run f1"))
+        for flag in ("effect", "collective", "once", "random")
+    ),
+])  # fmt: skip
 def test_the_first_violation_is_named(said, graph, actions):
     refused(graph, said, *actions)
 
@@ -203,22 +194,18 @@ def test_plans_are_read_as_they_were_written(tmp_path):
     assert made.decided("recompute") == ("a0", "a1", "a2")
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ('"format": "sn_memory.plan.v1"', '"format": "v9"', "plan.format"),
-        ('"peak_bytes": 324', '"peak_bytes": "324"', "plan.peak_bytes"),
-        ('"peak_bytes": 324', '"peak_bytes": -1', "plan.peak_bytes"),
-        ('["run", "f2"]', '["fly", "f2"]', "actions[1][0]"),
-        ('["run", "f2"]', '["run"]', "actions[1]"),
-        ('["run", "f2"]', '["run", "f2", -1]', "actions[1][2]"),
-        ('"technique": "keep"', '"technique": "lose"', "decisions[0].technique"),
-        ('"planner": "test",', "", "the key 'planner' is missing"),
-        ('"actions": [', '"steps": [', "plan: the key 'actions' is missing"),
-        ('"technique": "keep"', '"action": "keep"', "decisions[0]: the key 'technique' is missing"),
-        ('"planner"', "planner", "line 4"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "said"), [
+    ('"format": "sn_memory.plan.v1"', '"format": "v9"', "plan.format"),
+    ('"peak_bytes": 324', '"peak_bytes": "324"', "plan.peak_bytes"),
+    ('"peak_bytes": 324', '"peak_bytes": -1', "plan.peak_bytes"),
+    ('["run", "f2"]', '["fly", "f2"]', "actions[1][0]"), ('["run", "f2"]', '["run"]', "actions[1]"),
+    ('["run", "f2"]', '["run", "f2", -1]', "actions[1][2]"),
+    ('"technique": "keep"', '"technique": "lose"', "decisions[0].technique"),
+    ('"planner": "test",', "", "the key 'planner' is missing"),
+    ('"actions": [', '"steps": [', "plan: the key 'actions' is missing"),
+    ('"technique": "keep"', '"action": "keep"', "decisions[0]: the key 'technique' is missing"),
+    ('"planner"', "planner", "line 4"),
+])  # fmt: skip
 def test_malformed_plans_name_the_key_or_line(old, new, said):
     good = replace(plan(*RUNS, peak=324, seconds=5.0), decisions=(Decision("h1", "keep"),))
     text = good.to_json()

@@ -12,18 +12,15 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("check: 0", "check: 2", "plan: 0", "plan: 1", "plan: 2", "pack: 2")
 
 
-@pytest.mark.parametrize(
-    ("script", "target", "cases", "seen"),
-    [
-        ("planner", "graphs", 300, ("read", "GraphError")),
-        ("planner", "plans", 200, ("accepted", "PlanError, checking", "PlanError, reading")),
-        ("planner", "planned", 60, ("planned", "BudgetError", "GraphError")),
-        ("planner", "commands", 80, COMMANDS),
-        ("packer", "problems", 60, ("packed, proved", "CapacityError, proved", "PackError")),
-        ("packer", "tables", 120, ("read, packed, proved", "PackError")),
-        pytest.param("placing", "traces", 3, ("a thousand traces",), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("script", "target", "cases", "seen"), [
+    ("planner", "graphs", 300, ("read", "GraphError")),
+    ("planner", "plans", 200, ("accepted", "PlanError, checking", "PlanError, reading")),
+    ("planner", "planned", 60, ("planned", "BudgetError", "GraphError")),
+    ("planner", "commands", 80, COMMANDS),
+    ("packer", "problems", 60, ("packed, proved", "CapacityError, proved", "PackError")),
+    ("packer", "tables", 120, ("read, packed, proved", "PackError")),
+    pytest.param("placing", "traces", 3, ("a thousand traces",), marks=pytest.mark.slow),
+])  # fmt: skip
 def test_damage_leads_to_documented_errors_or_to_what_is_true(script, target, cases, seen):
     if script == "placing" and not shutil.which("g++"):
         pytest.skip("g++, which compiles the traces, is not installed")

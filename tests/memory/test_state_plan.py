@@ -131,17 +131,13 @@ def test_what_may_not_move_stays():
         with_state(graph, units, {"p1": "host"})
 
 
-@pytest.mark.parametrize(
-    ("place", "updater", "last", "late"),
-    [
-        # On the device or fetched anew: it has another value.
-        *((place, None, f"{UPDATE}p2", "f2") for place in PLACES),
-        ("host", None, f"{UPDATE}p2", "fetch p2"),
-        ("host", "host", "host update p2", "fetch p2"),
-        # On the device it is the old one until it is brought.
-        ("state", "host", "bring updated p2", "f2"),
-    ],
-)
+@pytest.mark.parametrize(("place", "updater", "last", "late"), [
+    # On the device or fetched anew: it has another value.
+    *((place, None, f"{UPDATE}p2", "f2") for place in PLACES),
+    ("host", None, f"{UPDATE}p2", "fetch p2"), ("host", "host", "host update p2", "fetch p2"),
+    # On the device it is the old one until it is brought.
+    ("state", "host", "bring updated p2", "f2"),
+])  # fmt: skip
 def test_nothing_runs_again_with_a_parameter_that_was_updated(place, updater, last, late):
     graph, units = chain()
     units = [replace(it, host_update_s=0.1) for it in units] if updater else units
@@ -257,16 +253,12 @@ def test_nobody_updates_what_is_not_trained():
     assert found.updaters == {"p0": "host", "p2": "host"}
 
 
-@pytest.mark.parametrize(
-    ("link", "places", "settings", "words"),
-    [
-        (LINK, {"q": "host"}, {}, "no unit"),
-        (LINK, {"p0": "disk"}, {}, "expected device, state, host"),
-        (Device("none"), {"p0": "host"}, {}, "speeds"),
-        (LINK, {}, {"update": "later"}, "later"),
-        (LINK, {}, {"updaters": {"p0": "nobody"}}, "expected device, host, in place"),
-    ],
-)
+@pytest.mark.parametrize(("link", "places", "settings", "words"), [
+    (LINK, {"q": "host"}, {}, "no unit"),
+    (LINK, {"p0": "disk"}, {}, "expected device, state, host"),
+    (Device("none"), {"p0": "host"}, {}, "speeds"), (LINK, {}, {"update": "later"}, "later"),
+    (LINK, {}, {"updaters": {"p0": "nobody"}}, "expected device, host, in place"),
+])  # fmt: skip
 def test_what_makes_no_sense(link, places, settings, words):
     graph, units = chain(link=link)
     with pytest.raises(GraphError, match=words):

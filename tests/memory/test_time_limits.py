@@ -237,17 +237,6 @@ def test_counted_work_gives_the_same_plan_whatever_the_clock(monkeypatch, share)
     assert (more.peak_bytes, more.seconds) != (first.peak_bytes, first.seconds)
 
 
-def test_the_clock_on_the_wall_is_the_rule(monkeypatch):
-    """A clock ten million times too fast ends the search at once."""
-    graph = resnet(4, 50).graph()
-    budget = budget_of(graph, 0.4)
-    real, began = time.perf_counter, time.perf_counter()
-    monkeypatch.setattr(progress.time, "perf_counter", lambda: 10_000_000 * real())
-    with pytest.raises(BudgetError, match="found in 600 s, when the search was stopped"):
-        plan_graph(graph, budget, techniques=("keep", "recompute"), time_limit_s=600)
-    assert real() - began < 3
-
-
 def test_the_packer_counts_as_the_planner_does(monkeypatch):
     assert arrange([(0, 2, 3), (0, 2, 5, 16), (0, 2, 1, 8)], time_limit_s=5).seconds < 1
     before = time.perf_counter()

@@ -49,13 +49,10 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.parametrize(
-    ("who", "begins"),
-    [
-        *((it, "MissingExtra: ") for it in ("plan_graph", "pack", "torch", "torch by modules")),
-        ("the command line", "2 sn: "),
-    ],
-)
+@pytest.mark.parametrize(("who", "begins"), [
+    *((it, "MissingExtra: ") for it in ("plan_graph", "pack", "torch", "torch by modules")),
+    ("the command line", "2 sn: "),
+])  # fmt: skip
 def test_the_error_says_how_to_build_it(found, who, begins):
     (error,) = found[who].splitlines()  # no traceback
     assert error.startswith(begins)

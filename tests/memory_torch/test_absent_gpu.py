@@ -26,20 +26,14 @@ def attention(head=16, dropout=0.0):
     return module_of(forward, into=nn.Linear(4 * head, 12 * head))
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "mask", "head", "expected"),
-    [
-        ("h100", torch.bfloat16, False, 16, "cudnn"),
-        ("a100", torch.bfloat16, False, 16, "flash"),
-        ("a100", torch.bfloat16, True, 16, "efficient"),
-        ("a100", torch.float32, False, 16, "efficient"),
-        ("v100", torch.float16, False, 16, "efficient"),
-        ("v100", torch.bfloat16, False, 16, "math"),
-        ("a100", torch.float16, False, 12, "flash"),  # padded to 16
-        ("a100", torch.float16, True, 12, "math"),
-        ("mi300x", torch.bfloat16, False, 16, "flash"),
-    ],
-)
+@pytest.mark.parametrize(("device", "dtype", "mask", "head", "expected"), [
+    ("h100", torch.bfloat16, False, 16, "cudnn"), ("a100", torch.bfloat16, False, 16, "flash"),
+    ("a100", torch.bfloat16, True, 16, "efficient"),
+    ("a100", torch.float32, False, 16, "efficient"),
+    ("v100", torch.float16, False, 16, "efficient"), ("v100", torch.bfloat16, False, 16, "math"),
+    ("a100", torch.float16, False, 12, "flash"),  # padded to 16
+    ("a100", torch.float16, True, 12, "math"), ("mi300x", torch.bfloat16, False, 16, "flash"),
+])  # fmt: skip
 def test_attention_takes_the_kernel_of_the_gpu(device, dtype, mask, head, expected):
     model = attention(head).to(dtype)
     sample = (torch.zeros(2, 24, 4 * head, dtype=dtype),)

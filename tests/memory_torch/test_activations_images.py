@@ -10,9 +10,7 @@ from _peaks import activation_bytes
 from small_models import module_of
 from steps import gradients, off, same
 from torch import nn
-from torch.distributed import FileStore, destroy_process_group, init_process_group
 from torch.nn import functional
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from sn_memory import settings
@@ -96,16 +94,12 @@ def test_an_input_that_others_made_is_kept_exactly_where_that_is_less():
     assert off(found[4:], expected[4:]) <= 0.03  # what the tanh reads has eight bits
 
 
-@pytest.mark.parametrize(
-    ("channels_last", "dtype", "cast", "most"),
-    [
-        (True, torch.float32, None, SUMS),
-        # Each element of what flows back is rounded in both; sums are rounded once, not six times.
-        (False, torch.bfloat16, None, 0.01),
-        (True, torch.bfloat16, None, 0.01),
-        (True, torch.float32, torch.bfloat16, 0.01),
-    ],
-)
+@pytest.mark.parametrize(("channels_last", "dtype", "cast", "most"), [
+    (True, torch.float32, None, SUMS),
+    # Each element of what flows back is rounded in both; sums are rounded once, not six times.
+    (False, torch.bfloat16, None, 0.01), (True, torch.bfloat16, None, 0.01),
+    (True, torch.float32, torch.bfloat16, 0.01),
+])  # fmt: skip
 def test_layouts_types_and_casts(channels_last, dtype, cast, most):
     form = torch.channels_last if channels_last else torch.contiguous_format
     model = net(nn.GroupNorm(4, 16)).to(dtype, memory_format=form)
@@ -194,32 +188,6 @@ def test_hooks_of_weights_are_called_once():
     assert off([model[0].weight.grad / 2, model[2].weight.grad], expected[0:3:2]) <= SUMS
 
 
-def test_gradients_of_ranks_are_averaged_once(tmp_path):
-    model, x, sent = net(), images(), []
-    expected = gradients(model, x)
-
-    def send(_, bucket):
-        sent.append(bucket.buffer().numel())
-        future = torch.futures.Future()
-        future.set_result(bucket.buffer())
-        return future
-
-    init_process_group("gloo", store=FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
-    try:
-        parallel = DistributedDataParallel(model)
-        parallel.register_comm_hook(None, send)
-        with compress_activations(model, bits=8) as compressed:
-            for _ in range(2):
-                sent.clear()
-                model.zero_grad()
-                parallel(x).square().mean().backward()
-    finally:
-        destroy_process_group()
-    assert compressed.by_images == LAYERS
-    assert sum(sent) == sum(p.numel() for p in model.parameters())
-    assert off([p.grad for p in model.parameters()][:4], expected[:4]) <= SUMS
-
-
 def test_gradients_of_gradients_and_of_many_losses():
     model, x = net(nn.Tanh()), images(3).requires_grad_()
     weights = list(model.parameters())[:4]
@@ -303,20 +271,15 @@ def hooked():
     return model
 
 
-@pytest.mark.parametrize(
-    ("model", "layers"),
-    [
-        (net(nn.BatchNorm2d(16)), ["0", "1"]),
-        (net(nn.Dropout(0.1)), ["0", "1"]),
-        (net(nn.LocalResponseNorm(3)), [*LAYERS, "5"]),
-        (net(type("OfTheUsers", (nn.Conv2d,), {})(16, 16, 1)), ["0", "1"]),
-        # What writes on its input does not come first, as its input is kept.
-        (net(first=(nn.ReLU(inplace=True), nn.Identity())), [str(int(it) + 2) for it in LAYERS]),
-        (nn.Sequential(Twice(*net()[:5]), nn.Flatten(), nn.Linear(16 * 24**2, 8)), []),
-        (nn.Sequential(net()[:5], net()[5:]), [f"0.{it}" for it in LAYERS]),
-        (hooked(), ["0", "1"]),
-    ],
-)
+@pytest.mark.parametrize(("model", "layers"), [
+    (net(nn.BatchNorm2d(16)), ["0", "1"]), (net(nn.Dropout(0.1)), ["0", "1"]),
+    (net(nn.LocalResponseNorm(3)), [*LAYERS, "5"]),
+    (net(type("OfTheUsers", (nn.Conv2d,), {})(16, 16, 1)), ["0", "1"]),
+    # What writes on its input does not come first, as its input is kept.
+    (net(first=(nn.ReLU(inplace=True), nn.Identity())), [str(int(it) + 2) for it in LAYERS]),
+    (nn.Sequential(Twice(*net()[:5]), nn.Flatten(), nn.Linear(16 * 24**2, 8)), []),
+    (nn.Sequential(net()[:5], net()[5:]), [f"0.{it}" for it in LAYERS]), (hooked(), ["0", "1"]),
+])  # fmt: skip
 def test_which_layers_take_some_images_at_a_time(model, layers):
     x = images()
     expected = gradients(copy.deepcopy(model), x)

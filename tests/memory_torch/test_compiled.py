@@ -138,18 +138,13 @@ def undecided():
     return module_of(forward, linear=nn.Linear(32, 32))
 
 
-@pytest.mark.parametrize(
-    ("make", "budget", "more", "error", "match"),
-    [
-        (undecided, "100%", {}, TraceError, "one graph"),
-        (lambda: mlp(2).requires_grad_(False), "100%", {}, TraceError, "no backward pass"),
-        (lambda: torch.compile(mlp(2)), "90%", {"backend": "graph"}, TraceError, "given to torch"),
-        (mlp, "80%", {"techniques": ("keep",)}, BudgetError, "the compiled step needs"),
-        (mlp, "90%", {"techniques": ("keep", "offload")}, ValueError, "no copy to the host is"),
-        (mlp, "90%", {"planner": "sqrt_n"}, ValueError, "searches no graph of ops"),
-    ],
-    ids=["breaks", "frozen", "compiled", "keep", "offload", "planner"],
-)
+@pytest.mark.parametrize(("make", "budget", "more", "error", "match"), [
+    (undecided, "100%", {}, TraceError, "one graph"),
+    (lambda: mlp(2).requires_grad_(False), "100%", {}, TraceError, "no backward pass"),
+    (mlp, "80%", {"techniques": ("keep",)}, BudgetError, "the compiled step needs"),
+    (mlp, "90%", {"techniques": ("keep", "offload")}, ValueError, "no copy to the host is"),
+    (mlp, "90%", {"planner": "sqrt_n"}, ValueError, "searches no graph of ops"),
+], ids=["breaks", "frozen", "keep", "offload", "planner"])  # fmt: skip
 def test_what_is_refused(make, budget, more, error, match):
     with pytest.raises(error, match=match):
         plan(make(), SAMPLE, budget, **SETTINGS | more)
@@ -296,6 +291,8 @@ def test_what_was_compiled_stays_compiled(how):
         compiled = torch.compile(compiled)
     else:
         compiled.compile()
+    with pytest.raises(TraceError, match=r"given to torch.*backend='compile'"):
+        plan(compiled, SAMPLE, "100%", profile=False, backend="graph")
     planned = plan(compiled, SAMPLE, "100%", profile=False)
     assert planned.sn_memory.backend == "compile"
     for it in (planned, model):

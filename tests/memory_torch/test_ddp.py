@@ -7,7 +7,6 @@ STEPS = 20
 RANK = (
     START
     + """
-import importlib.util, os
 from torch.nn.parallel import DistributedDataParallel
 
 def trained(backend=None, **settings):
@@ -55,25 +54,6 @@ for name, settings in variants.items():
         found[name]["views"] = trained("graph", gradient_as_bucket_view=True)
     else:
         found[name]["modules"] = trained("modules", **settings)
-
-def accelerated(planned):
-    from accelerate import Accelerator
-    torch.manual_seed(0)
-    model = WithLoss()
-    if planned:
-        settings = {"backend": "graph", "planner": "sqrt_n", "profile": False}
-        model = plan(model, rows(512, rank), "80%", **settings)
-    accelerator = Accelerator(cpu=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    wrapped, optimizer = accelerator.prepare(model, optimizer)
-    found = train(wrapped, optimizer, backward=accelerator.backward)
-    return [type(wrapped).__name__, found["losses"], found["weights"]]
-
-if importlib.util.find_spec("accelerate"):
-    here = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    os.environ |= {name: str(number) for name, number in here.items()}
-    found["accelerate"] = [accelerated(False), accelerated(True)]
 print(json.dumps(found))
 """
     + END
@@ -109,13 +89,3 @@ def test_bits_peaks_and_no_gradient_later_than_torch_hands_it_over(ranks, way, p
         assert len(mine["buckets"]) == len(plain["buckets"]) > 2
         pairs = zip(mine["buckets"], plain["buckets"], strict=True)
         assert all(sent <= as_torch for sent, as_torch in pairs)
-
-
-@pytest.mark.slow
-def test_accelerate_on_two_ranks(ranks):
-    pytest.importorskip("accelerate")
-    for found in ranks:
-        plain, mine = found["accelerate"]
-        assert mine[0] == "DistributedDataParallel"
-        assert len(mine[1]) == STEPS
-        assert mine == plain

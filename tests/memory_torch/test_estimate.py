@@ -6,7 +6,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from small_models import Everything, images, mlp, module_of
+from small_models import mlp, module_of
 from steps import grads, optimizer_tensors
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from sn_memory import BudgetError, Graph, plan_graph
 from sn_memory.base.errors import PlanWarning
-from sn_memory.torch import StorageTracker, estimate, plan, trace, verify
+from sn_memory.torch import estimate, plan, trace, verify
 from sn_memory.torch.model.step import restore_step, run_step
 from sn_memory.torch.trace.fake import FakeMode
 
@@ -72,19 +72,6 @@ def as_measured(model, *sample):
         measured = run_step(model, model, arguments, kernels=True).peak_bytes
     found = estimate(model, sample if len(sample) > 1 else sample[0])
     return 0 <= measured - found.step_bytes <= NUMBERS_BYTES, found
-
-
-def test_the_step_is_what_is_measured():
-    model, sample = Everything(), images()
-    found = estimate(model, sample)
-    with StorageTracker([*model.parameters(), *model.buffers(), sample, model.scale]) as tracker:
-        out = model(sample)
-    output_gradient = torch.ones_like(out)
-    tracker.meet(output_gradient)
-    with tracker:
-        out.backward(output_gradient)
-    # The constant torch.tensor([2.0]) is a new one in each plain step; traced, it stays.
-    assert abs(found.step_bytes - tracker.peak_bytes) <= 4
 
 
 @pytest.mark.parametrize("device", [None, "h100"])

@@ -6,7 +6,6 @@ has been imported, so that it is one of planning and training.
 
 import json
 import os
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -153,13 +152,6 @@ def test_the_budget_counts_what_of_the_step_is_there(monkeypatch):
 
 
 def test_without_a_known_limit_or_room_the_error_asks_for_a_budget(monkeypatch):
-    # Of all limits the smallest counts, ulimit -v as well.
-    infinite = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
-    with monkeypatch.context() as patch:
-        limits = {resource.RLIMIT_AS: (1, 1)}
-        patch.setattr(resource, "getrlimit", lambda it: limits.get(it, infinite))
-        with pytest.raises(sn_memory.PlanError, match=r"RLIMIT_AS, leaves 0 B"):
-            sn_memory.torch.plan(*small(), **SETTINGS)
     monkeypatch.setattr(reserved, "smallest_limit", lambda: None)
     with pytest.raises(sn_memory.PlanError, match=r"RLIMIT_DATA.*Pass budget="):
         sn_memory.torch.plan(*small(), **SETTINGS)

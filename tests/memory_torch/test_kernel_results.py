@@ -44,18 +44,11 @@ def test_a_norm_whose_input_needs_no_gradient(name, before):
     planned_to_the_bit(nn.Sequential(*frozen, norm, mlp(3, size[-1])), torch.randn(size))
 
 
-@pytest.mark.parametrize(
-    ("layer", "size"),
-    [
-        (nn.Conv1d(32, 5, 1), (64,)),
-        (nn.Conv2d(32, 5, 1), (8, 8)),
-        (nn.Conv2d(32, 5, 1, bias=False), (8, 8)),
-        (nn.Conv2d(32, 32, 3, padding=1, groups=32), (8, 8)),
-        (nn.ConvTranspose2d(32, 5, 2, stride=2), (8, 8)),
-        (nn.Conv3d(32, 5, 1), (4, 4, 4)),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("layer", "size"), [
+    (nn.Conv1d(32, 5, 1), (64,)), (nn.Conv2d(32, 5, 1), (8, 8)),
+    (nn.Conv2d(32, 5, 1, bias=False), (8, 8)), (nn.Conv2d(32, 32, 3, padding=1, groups=32), (8, 8)),
+    (nn.ConvTranspose2d(32, 5, 2, stride=2), (8, 8)), (nn.Conv3d(32, 5, 1), (4, 4, 4)),
+], ids=str)  # fmt: skip
 def test_convolutions_fed_from_tokens(layer, size):
     """A convolution on an image made of tokens: its channels are the last axis in memory."""
 

@@ -156,19 +156,15 @@ def labelled(rows, *size):
     return rows, torch.zeros(size, dtype=torch.int64)
 
 
-@pytest.mark.parametrize(
-    ("model", "sample"),
-    [
-        # Segments images: wide logits, which are no product with a matrix.
-        (nn.Conv2d(3, 64, 1), labelled(torch.randn(2, 3, 32, 32), 2, 32, 32)),
-        # Classifies: activations are larger than logits.
-        (
-            nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 10)),
-            labelled(torch.randn(512, 256), 512),
-        ),
-    ],
-    ids=["pixels", "classes"],
-)
+@pytest.mark.parametrize(("model", "sample"), [
+    # Segments images: wide logits, which are no product with a matrix.
+    (nn.Conv2d(3, 64, 1), labelled(torch.randn(2, 3, 32, 32), 2, 32, 32)),
+    # Classifies: activations are larger than logits.
+    (
+        nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)), nn.Linear(256, 10)),
+        labelled(torch.randn(512, 256), 512),
+    ),
+], ids=["pixels", "classes"])  # fmt: skip
 def test_a_plan_is_silent_where_logits_do_not(model, sample):
     def forward(self, x, labels):
         return functional.cross_entropy(self.layers(x), labels)
@@ -191,18 +187,12 @@ def test_what_torch_does_not_have_is_not_named(monkeypatch):
     assert logits_note(graph, made) == ()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "policy", "bias", "rows"),
-    [
-        (torch.float32, "compact", False, 96),
-        (torch.float32, "accurate", True, 90),
-        (torch.float64, "balanced", True, 16),
-        (torch.bfloat16, "accurate", True, 96),
-        (torch.bfloat16, "compact", False, 90),
-        (torch.float16, "balanced", False, 96),
-        (torch.float16, "compact", True, 16),
-    ],
-)
+@pytest.mark.parametrize(("dtype", "policy", "bias", "rows"), [
+    (torch.float32, "compact", False, 96), (torch.float32, "accurate", True, 90),
+    (torch.float64, "balanced", True, 16), (torch.bfloat16, "accurate", True, 96),
+    (torch.bfloat16, "compact", False, 90), (torch.float16, "balanced", False, 96),
+    (torch.float16, "compact", True, 16),
+])  # fmt: skip
 def test_its_scratch_is_no_less_than_what_it_takes(dtype, policy, bias, rows):
     states, weight = torch.randn(rows, WIDTH).to(dtype), torch.randn(VOCABULARY, WIDTH).to(dtype)
     vector = torch.zeros(VOCABULARY, dtype=dtype) if bias else None
@@ -239,11 +229,3 @@ def test_it_is_timed_on_tensors_of_its_own_and_a_gpu_has_its_own_scratch():
     # Here weight and gradient are made in float32 beside the chunk's logits, there they are not.
     assert there.workspaces[0].bytes < here.workspaces[0].bytes
     assert estimate(half, sample, device="h100").activations_bytes >= 16 * VOCABULARY * 4
-
-
-def test_loss_chunks_is_refused_with_what_to_write():
-    model, sample = Language(chunked=True), batch()
-    with pytest.raises(TypeError, match=r"'loss_chunks'.*linear_cross_entropy\(hidden, head"):
-        plan(model, sample, loss_chunks=4)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'loss_parts'"):
-        plan(model, sample, loss_parts=4)

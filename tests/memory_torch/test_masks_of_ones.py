@@ -401,15 +401,12 @@ def rounds(x, mask):
 
 
 @pytest.mark.rule_of_scratch
-@pytest.mark.parametrize(
-    ("ends", "mask", "most"),
-    [
-        # All pairs were computed while planning, however many, and then let go.
-        (pairs, torch.ones(5_000, dtype=torch.bool), 5_000**2),
-        # All that was computed of masks and positions was held to the end of tracing.
-        (rounds, torch.ones(1 << 17, dtype=torch.long), 10 * 8 << 17),
-    ],
-)
+@pytest.mark.parametrize(("ends", "mask", "most"), [
+    # All pairs were computed while planning, however many, and then let go.
+    (pairs, torch.ones(5_000, dtype=torch.bool), 5_000**2),
+    # All that was computed of masks and positions was held to the end of tracing.
+    (rounds, torch.ones(1 << 17, dtype=torch.long), 10 * 8 << 17),
+])  # fmt: skip
 def test_what_is_large_is_not_computed_and_what_a_model_lets_go_is_let_go(ends, mask, most):
     with AllocationTracker([], kernels=True) as tracker:
         traced = trace(net(ends), (torch.randn(4, 8), mask), profile=False)

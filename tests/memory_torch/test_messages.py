@@ -85,6 +85,8 @@ def of_meta(**settings):
 
 
 PERCENT = 'budget is 70 B, for percent pass "70%"'
+ALONE = "parameters, inputs and what else is there .* take 28.53 KiB alone"
+EXPORTED = r"torch.export.*planned Sequential.*copy.deepcopy\(model\)"
 INFERENCE = r"tensor 0 of the sample was made in torch.inference_mode.*clone\(\)"
 CASES = [
     (lambda: planned(optimizer="adamw"), TypeError, "got optimizer 'adamw'.*torch.optim.AdamW"),
@@ -94,29 +96,13 @@ CASES = [
     (lambda: plan(net(), X, "70", **QUICK), BudgetError, PERCENT),
     (lambda: plan(net(), X, "70", backend="modules"), BudgetError, PERCENT),
     (lambda: checkpoint_policy(net(), X, 70, **QUICK), BudgetError, PERCENT),
-    (
-        lambda: plan(net(), X, 9000, **QUICK),
-        BudgetError,
-        "parameters, inputs and what else is there .* take 28.53 KiB alone",
-    ),
-    (
-        lambda: checkpoint_policy(cached(), X, "80%", **QUICK),
-        TraceError,
-        "pass use_cache=False in the sample",
-    ),
-    (
-        lambda: torch.export.export(planned(), (X,)),
-        TraceError,
-        r"torch.export.*planned Sequential.*copy.deepcopy\(model\)",
-    ),
+    (lambda: plan(net(), X, 9000, **QUICK), BudgetError, ALONE),
+    (lambda: checkpoint_policy(cached(), X, "80%", **QUICK), TraceError, "pass use_cache=False in"),
+    (lambda: torch.export.export(planned(), (X,)), TraceError, EXPORTED),
     (lambda: torch.jit.trace(planned(), X), TraceError, "torch.jit.*planned Sequential"),
     (lambda: torch.jit.script(planned()), TraceError, "torch.jit.*planned Sequential"),
     (lambda: torch.fx.symbolic_trace(planned()), TraceError, "torch.fx.*planned Sequential"),
-    (
-        lambda: torch.fx.symbolic_trace(nn.Sequential(planned())),
-        TraceError,
-        "torch.fx.*planned Sequential",
-    ),
+    (lambda: torch.fx.symbolic_trace(nn.Sequential(planned())), TraceError, "torch.fx.*planned"),
     (lambda: of_meta(**QUICK)(X), ReplayError, "on the meta device.*to_empty"),
     (lambda: of_meta(backend="modules"), TraceError, "on the meta device"),
     (lambda: of_meta(backend="compile"), TraceError, "on the meta device"),

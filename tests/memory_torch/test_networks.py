@@ -1,18 +1,8 @@
 """The benchmarks' networks: as large as published, and exact to the byte under a plan."""
 
+import models
 import pytest
 import torch
-from models import (
-    Bert,
-    Gpt2,
-    InceptionV3,
-    Llama,
-    UNet,
-    densenet121,
-    mobilenet_v3_small,
-    resnet,
-    vgg16,
-)  # fmt: skip
 from models.resnet import ResNet
 from small_models import most_scratch
 
@@ -27,16 +17,16 @@ UNET = sum(
     for a, b in ((1, 64), (64, 128), (128, 256), (256, 512), (512, 1024))
 ) + sum(4 * 2 * b * b + b + 9 * 2 * b * b + b + 9 * b * b + b for b in (512, 256, 128, 64))
 PUBLISHED = {
-    "resnet50": (lambda: resnet(50), 25_557_032),
-    "resnet101": (lambda: resnet(101), 44_549_160),
-    "vgg16": (vgg16, 138_357_544),
-    "densenet121": (densenet121, 7_978_856),
-    "mobilenet_v3_small": (mobilenet_v3_small, 2_542_856),
-    "inception_v3": (InceptionV3, 23_834_568),
-    "unet": (UNet, UNET + 64 * 2 + 2),
-    "gpt2": (Gpt2, 124_439_808),
-    "bert": (Bert, 109_482_240),
-    "llama2_7b": (Llama, 6_738_415_616),
+    "resnet50": (lambda: models.resnet(50), 25_557_032),
+    "resnet101": (lambda: models.resnet(101), 44_549_160),
+    "vgg16": (models.vgg16, 138_357_544),
+    "densenet121": (models.densenet121, 7_978_856),
+    "mobilenet_v3_small": (models.mobilenet_v3_small, 2_542_856),
+    "inception_v3": (models.InceptionV3, 23_834_568),
+    "unet": (models.UNet, UNET + 64 * 2 + 2),
+    "gpt2": (models.Gpt2, 124_439_808),
+    "bert": (models.Bert, 109_482_240),
+    "llama2_7b": (models.Llama, 6_738_415_616),
 }
 
 
@@ -50,13 +40,13 @@ def test_parameter_counts(name):
 WORDS = {"vocabulary": 50, "width": 16, "layers": 2}
 TINY = {
     "resnet": (lambda: ResNet((1, 2, 1, 1), width=4), (12, 3, 64, 64)),
-    "vgg16": (lambda: vgg16(size=32, shrink=16, hidden=16), (8, 3, 32, 32)),
-    "densenet": (lambda: densenet121(growth=4, blocks=(2, 3, 2)), (2, 3, 32, 32)),
-    "unet": (lambda: UNet(width=4), (8, 1, 32, 32)),
-    "inception": (lambda: InceptionV3(classes=2), (2, 3, 75, 75)),
-    "gpt2": (lambda: Gpt2(**WORDS, length=32, heads=2), (2, 32)),
-    "bert": (lambda: Bert(**WORDS, length=32, heads=2), (2, 32)),
-    "llama": (lambda: Llama(**WORDS, heads=4, groups=2, hidden=32), (2, 32)),
+    "vgg16": (lambda: models.vgg16(size=32, shrink=16, hidden=16), (8, 3, 32, 32)),
+    "densenet": (lambda: models.densenet121(growth=4, blocks=(2, 3, 2)), (2, 3, 32, 32)),
+    "unet": (lambda: models.UNet(width=4), (8, 1, 32, 32)),
+    "inception": (lambda: models.InceptionV3(classes=2), (2, 3, 75, 75)),
+    "gpt2": (lambda: models.Gpt2(**WORDS, length=32, heads=2), (2, 32)),
+    "bert": (lambda: models.Bert(**WORDS, length=32, heads=2), (2, 32)),
+    "llama": (lambda: models.Llama(**WORDS, heads=4, groups=2, hidden=32), (2, 32)),
 }
 
 

@@ -544,13 +544,10 @@ def in_half():
     return saved_tensors_hooks(lambda it: it.half(), lambda it: it.float())
 
 
-@pytest.mark.parametrize(
-    ("hooks", "backend"),
-    [
-        *((None, "graph"), (None, "compile"), (None, "modules")),
-        *((on_the_host, "graph"), (in_half, "compile"), (on_the_host, "modules")),
-    ],
-)
+@pytest.mark.parametrize(("hooks", "backend"), [
+    *((None, "graph"), (None, "compile"), (None, "modules")),
+    *((on_the_host, "graph"), (in_half, "compile"), (on_the_host, "modules")),
+])  # fmt: skip
 def test_inside_hooks_of_the_callers(hooks, backend):
     """A kind was traced under them: counted by a checkpoint, and packed without values."""
     torch._dynamo.reset()

@@ -130,16 +130,9 @@ def test_masks_come_back(dtype):
                 assert torch.equal(spread.nan_to_num(7), wanted.nan_to_num(7))
 
 
-@pytest.mark.parametrize(
-    ("values", "other"),
-    [
-        ([0.0, 2.5, 0.0], 2.5),
-        ([2.5], 2.5),
-        ([0.0], 0.0),
-        ([1.0, 2.0], None),
-        ([0.0, math.nan], None),
-    ],
-)
+@pytest.mark.parametrize(("values", "other"), [
+    ([0.0, 2.5, 0.0], 2.5), ([2.5], 2.5), ([0.0], 0.0), ([1.0, 2.0], None), ([0.0, math.nan], None),
+])  # fmt: skip
 def test_two_values(values, other):
     assert packing.two_values(torch.tensor(values)) == other
 

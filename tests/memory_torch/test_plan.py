@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import time
 import weakref
 
 import pytest
@@ -107,24 +106,6 @@ def test_steps_run_in_the_planned_order_and_hand_gradients_over():
     assert "clone" not in [watch.makers[it.data_ptr()] for it in grads(planned)]
 
 
-def test_distributed_data_parallel(tmp_path):
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1
-    )
-    try:
-        model, sample = mlp(4), torch.randn(64, 32)
-        expected = step(copy.deepcopy(model), sample)
-        planned = plan(model, sample, "80%", **SETTINGS)
-        wrapped = nn.parallel.DistributedDataParallel(planned)
-        assert same(step(wrapped, sample), expected)
-        with pytest.raises(TraceError, match="Plan the module inside"):
-            plan(wrapped, sample, "80%", **SETTINGS)
-    finally:
-        # Gloo's thread needs Python once more, to let go of the last all-reduce (docs/ddp.md).
-        time.sleep(0.2)
-        torch.distributed.destroy_process_group()
-
-
 def test_zeros_for_outputs_without_a_gradient_are_not_made():
     """Autograd would make them for every output, while the plan counts none."""
 
@@ -178,7 +159,7 @@ def test_backward_twice_and_changes_in_between():
     planned = plan(mlp(2), torch.randn(4, 32), "100%", **SETTINGS)
     out = planned(torch.randn(4, 32)).sum()
     out.backward()
-    with pytest.raises(ReplayError, match="second time"):
+    with pytest.raises(ReplayError, match=r"second time.*retain_graph=True"):
         out.backward()
     out = planned(torch.randn(4, 32)).sum()
     with torch.no_grad():

@@ -70,19 +70,13 @@ def test_what_is_written_over_later_is_not_delayed():
 PLAIN, LAST = torch.contiguous_format, torch.channels_last
 
 
-@pytest.mark.parametrize(
-    ("layer", "form"),
-    [
-        (nn.Conv2d(8, 8, 3, padding=1), PLAIN),
-        (nn.Conv2d(8, 8, 3, padding=1), LAST),
-        (nn.Conv2d(8, 8, 3, padding=1, bias=False), PLAIN),
-        (nn.Conv2d(8, 16, 3, stride=2, padding=1), LAST),
-        (nn.Conv2d(8, 8, 3, padding=1, groups=8), PLAIN),
-        (nn.Conv2d(8, 4, 5, dilation=2), LAST),
-        (nn.ConvTranspose2d(8, 4, 2, stride=2), PLAIN),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("layer", "form"), [
+    (nn.Conv2d(8, 8, 3, padding=1), PLAIN), (nn.Conv2d(8, 8, 3, padding=1), LAST),
+    (nn.Conv2d(8, 8, 3, padding=1, bias=False), PLAIN),
+    (nn.Conv2d(8, 16, 3, stride=2, padding=1), LAST),
+    (nn.Conv2d(8, 8, 3, padding=1, groups=8), PLAIN), (nn.Conv2d(8, 4, 5, dilation=2), LAST),
+    (nn.ConvTranspose2d(8, 4, 2, stride=2), PLAIN),
+], ids=str)  # fmt: skip
 def test_convolutions_in_parts_give_the_same_bits(layer, form):
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.Tanh(), layer).to(memory_format=form)
     sample = torch.randn(2, 3, 16, 16).to(memory_format=form)
@@ -109,16 +103,10 @@ def test_frozen_convolutions_stay_one_call():
     planned_exactly(model, sample)
 
 
-@pytest.mark.parametrize(
-    ("pool", "form"),
-    [
-        (nn.MaxPool2d(2), PLAIN),
-        (nn.MaxPool2d(3, 2, 1), LAST),
-        (nn.AvgPool2d(2), LAST),
-        (nn.AdaptiveAvgPool2d(4), PLAIN),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("pool", "form"), [
+    (nn.MaxPool2d(2), PLAIN), (nn.MaxPool2d(3, 2, 1), LAST), (nn.AvgPool2d(2), LAST),
+    (nn.AdaptiveAvgPool2d(4), PLAIN),
+], ids=str)  # fmt: skip
 def test_pools_read_the_shape_of_their_input_alone(pool, form):
     """A wide layer beside a pool lends its weight's memory as the shape of the pool's input."""
 

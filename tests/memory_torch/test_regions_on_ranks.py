@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from two_ranks import run_two_ranks
+from two_ranks import END, START, run_two_ranks
 
 STEPS = 8
 WAYS = {
@@ -13,18 +13,16 @@ WAYS = {
     "masks, views": ("Masks", {"gradient_as_bucket_view": True}),
     "looks, static": ("Looks", {"static_graph": True}),
 }
-RANK = """
-import json, sys, time, warnings, torch
-import region_models
+RANK = (
+    START
+    + """
+import region_models, warnings
 from region_models import rows
 from steps import grads
 from torch.nn.parallel import DistributedDataParallel
-from sn_memory.torch import plan
 from sn_memory.torch.model.tracker import AllocationTracker
-torch.set_num_threads(1)
 warnings.simplefilter("ignore")
-rank, store, steps, ways = int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+ways = json.loads(sys.argv[4])
 
 def sums(tensors):
     return [None if it is None else it.double().sum().item() for it in tensors]
@@ -62,9 +60,9 @@ found = {
     for name, (kind, settings) in ways.items()
 }
 print(json.dumps(found))
-time.sleep(0.2)  # docs/ddp.md says why
-torch.distributed.destroy_process_group()
 """
+    + END
+)
 
 
 @pytest.fixture(scope="module")

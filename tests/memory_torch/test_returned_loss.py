@@ -114,17 +114,10 @@ def test_scalars_beside_the_first_may_be_part_of_the_loss():
         assert traced.captured.ends == ends
 
 
-@pytest.mark.parametrize(
-    ("form", "first", "accumulates"),
-    [
-        (dict, "loss", False),
-        (dict, "penalty", True),
-        (dict, "logits", False),
-        (dict, "other", True),
-        (tuple, "penalty", False),
-        (SimpleNamespace, "penalty", True),
-    ],
-)
+@pytest.mark.parametrize(("form", "first", "accumulates"), [
+    (dict, "loss", False), (dict, "penalty", True), (dict, "logits", False), (dict, "other", True),
+    (tuple, "penalty", False), (SimpleNamespace, "penalty", True),
+])  # fmt: skip
 def test_gradients_of_other_outputs_are_right_from_the_first_on(form, first, accumulates):
     pair = make_pair(form=form)
     with warnings.catch_warnings(record=True) as caught:

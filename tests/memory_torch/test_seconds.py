@@ -82,29 +82,19 @@ def bags(x):
     return nn.functional.embedding_bag(torch.tensor([1, 2, 3]), x, offsets, mode="mean")
 
 
-@pytest.mark.parametrize(
-    ("model", "sample"),
-    [
-        (mlp(2), torch.zeros(3, 32)),
-        (Everything(), images()),
-        (Embeds(), torch.arange(10).view(2, 5) % 7),
-    ],
-    ids=["linear", "convolutions", "indices"],
-)
+@pytest.mark.parametrize(("model", "sample"), [
+    (mlp(2), torch.zeros(3, 32)), (Everything(), images()),
+    (Embeds(), torch.arange(10).view(2, 5) % 7),
+], ids=["linear", "convolutions", "indices"])  # fmt: skip
 def test_what_is_common_is_timed(model, sample):
     assert all(map(timeable, calls_of(model, sample)))
     assert set(sources(model, sample)) == {"measured"}
 
 
-@pytest.mark.parametrize(
-    ("op", "name"),
-    [
-        (only_mine, "only_mine"),
-        (pools, "max_unpool2d"),
-        (solves, "linalg_lu_solve"),
-        (bags, "_embedding_bag"),
-    ],
-)
+@pytest.mark.parametrize(("op", "name"), [
+    (only_mine, "only_mine"), (pools, "max_unpool2d"), (solves, "linalg_lu_solve"),
+    (bags, "_embedding_bag"),
+])  # fmt: skip
 def test_what_reads_where_integers_say_is_not(op, name):
     """Of these some end the process on values of nobody's; none may be run to see which."""
     model = module_of(lambda self, x: op(self.linear(x)), linear=nn.Linear(6, 6))

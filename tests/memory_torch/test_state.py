@@ -210,16 +210,11 @@ SCALER = {"scaler": lambda _: torch.amp.GradScaler("cpu", init_scale=1024.0)}
 CLIPPED = {"clip": 0.1, "micro": 2}
 
 
-@pytest.mark.parametrize(
-    ("make", "update", "in_place", "loop"),
-    [
-        ("momentum", "step", True, STEP_LR),
-        ("momentum", "backward", False, STEP_LR),
-        ("adamw", "step", True, CLIPPED),
-        ("adamw", "step", False, CLIPPED),
-        ("adamw", "step", False, SCALER),
-    ],
-)
+@pytest.mark.parametrize(("make", "update", "in_place", "loop"), [
+    ("momentum", "step", True, STEP_LR), ("momentum", "backward", False, STEP_LR),
+    ("adamw", "step", True, CLIPPED), ("adamw", "step", False, CLIPPED),
+    ("adamw", "step", False, SCALER),
+])  # fmt: skip
 def test_loops(make, update, in_place, loop):
     """Schedulers set the rate; gradients are scaled, added and clipped on the host."""
     assert trains_alike(pair(make, "50%", update, in_place=in_place), batches(6), **loop)
@@ -433,17 +428,11 @@ def test_a_buffer_that_nothing_would_load_is_refused(tmp_path):
     assert not any(it.is_meta for it in held.hold(model).buffers())
 
 
-@pytest.mark.parametrize(
-    ("settings", "free", "found"),
-    [
-        ({}, 101, "in place"),
-        ({}, 100, "device"),
-        ({}, None, "device"),
-        ({"keep_cached": False}, 101, "device"),
-        ({"in_place": False}, 101, "device"),
-        ({"in_place": True}, 1, "in place"),
-    ],
-)
+@pytest.mark.parametrize(("settings", "free", "found"), [
+    ({}, 101, "in place"), ({}, 100, "device"), ({}, None, "device"),
+    ({"keep_cached": False}, 101, "device"), ({"in_place": False}, 101, "device"),
+    ({"in_place": True}, 1, "in place"),
+])  # fmt: skip
 def test_who_updates_is_by_what_the_page_cache_can_keep(monkeypatch, settings, free, found):
     monkeypatch.setattr(buffers, "available_bytes", lambda: free)
     assert HostState(**settings).updater(100) == found

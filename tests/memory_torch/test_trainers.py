@@ -259,15 +259,10 @@ def by_accelerate(planned_when=None, backend="graph", **settings):
     return losses, weights_of(model), max(peaks), inner
 
 
-@pytest.mark.parametrize(
-    ("when", "backend", "precision"),
-    [
-        ("before", "graph", "no"),
-        ("after", "modules", "no"),
-        ("before", "graph", "bf16"),
-        ("before", "modules", "bf16"),
-    ],
-)
+@pytest.mark.parametrize(("when", "backend", "precision"), [
+    ("before", "graph", "no"), ("after", "modules", "no"), ("before", "graph", "bf16"),
+    ("before", "modules", "bf16"),
+])  # fmt: skip
 def test_accelerate(when, backend, precision):
     losses, weights, most, _ = by_accelerate(mixed_precision=precision)
     with no_warning():
@@ -344,15 +339,10 @@ LIGHTNINGS_OWN = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignor
 
 @pytest.mark.slow
 @LIGHTNINGS_OWN
-@pytest.mark.parametrize(
-    ("of", "way", "backend"),
-    [
-        ("module", "automatic", "graph"),
-        ("net", "manual", "graph"),
-        ("net", "bf16", "graph"),
-        ("module", "automatic", "modules"),
-    ],
-)
+@pytest.mark.parametrize(("of", "way", "backend"), [
+    ("module", "automatic", "graph"), ("net", "manual", "graph"), ("net", "bf16", "graph"),
+    ("module", "automatic", "modules"),
+])  # fmt: skip
 def test_lightning(tmp_path, of, way, backend):
     """It drops the gradients of a step after the next forward pass, so they are planned for."""
     precision = "bf16-mixed" if way == "bf16" else "32-true"

@@ -50,14 +50,11 @@ def asks_for_fakes(otherwise):
     return module_of(forward, layers=mlp(4))
 
 
-@pytest.mark.parametrize(
-    ("otherwise", "words"),
-    [
-        (lambda x: 1.01 * x, "not those of the model"),
-        (lambda x: x @ x, "RuntimeError under fake tensors .*test_trial"),
-        (lambda x: {}["no"], "KeyError under fake tensors .*test_trial"),
-    ],
-)
+@pytest.mark.parametrize(("otherwise", "words"), [
+    (lambda x: 1.01 * x, "not those of the model"),
+    (lambda x: x @ x, "RuntimeError under fake tensors .*test_trial"),
+    (lambda x: {}["no"], "KeyError under fake tensors .*test_trial"),
+])  # fmt: skip
 def test_a_step_that_fails_or_has_other_results_is_not_used(otherwise, words):
     model, sample = asks_for_fakes(otherwise), torch.randn(64, 32)
     refused_with(words.partition(" under")[0], model, sample)
@@ -306,15 +303,10 @@ def test_the_reason_against_a_plan_of_ops_is_in_the_refusal():
         plan(model, torch.randn(128, 32), "30%", **SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("left", "right"),
-    [
-        ([1 + 1j, 2 + 2j], [1 - 1j, 2 - 2j]),
-        ([1.0, 2.0, math.inf], [1.0, 2.0, math.nan]),
-        ([1.0, 2.0, math.inf], [1.0, 2.0, -math.inf]),
-        ([1.0, 2.0, math.inf], [3.0, 2.0, math.inf]),
-    ],
-)
+@pytest.mark.parametrize(("left", "right"), [
+    ([1 + 1j, 2 + 2j], [1 - 1j, 2 - 2j]), ([1.0, 2.0, math.inf], [1.0, 2.0, math.nan]),
+    ([1.0, 2.0, math.inf], [1.0, 2.0, -math.inf]), ([1.0, 2.0, math.inf], [3.0, 2.0, math.inf]),
+])  # fmt: skip
 def test_no_difference_is_lost_in_a_distance(left, right):
     """Of complex numbers the imaginary part counts, and what is not finite hides nothing."""
     left, right = torch.tensor(left), torch.tensor(right)

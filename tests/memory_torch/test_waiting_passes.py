@@ -20,7 +20,7 @@ from steps import grads, same
 from torch import nn
 from torch.autograd import grad
 
-from sn_memory.torch import PlanWarning, ReplayError, StorageTracker, plan
+from sn_memory.torch import PlanWarning, StorageTracker, plan
 from sn_memory.torch.accumulation import peak_of_several
 from sn_memory.torch.model.tracker import AllocationTracker
 
@@ -71,15 +71,10 @@ def reversed_order(model, count):
         loss.backward()
 
 
-@pytest.mark.parametrize(
-    ("backend", "count", "loop"),
-    [
-        ("modules", 2, one_loss),
-        ("modules", 3, reversed_order),
-        ("regions", 2, reversed_order),
-        ("regions", 3, one_loss),
-    ],
-)
+@pytest.mark.parametrize(("backend", "count", "loop"), [
+    ("modules", 2, one_loss), ("modules", 3, reversed_order), ("regions", 2, reversed_order),
+    ("regions", 3, one_loss),
+])  # fmt: skip
 def test_several_passes_are_said_with_their_bytes(backend, count, loop):
     planned, model = planned_and_plain(backend)
     step = planned.sn_memory.latest
@@ -225,14 +220,6 @@ def test_every_pass_is_torchs(budget, techniques):
     planned = plan(copy.deepcopy(model), sample, budget, **settings)
     for _ in range(2):
         assert same(passes(planned, sample), passes(model, sample))
-
-
-def test_a_second_pass_without_it_says_what_to_do():
-    planned, _, sample = planned_mlp()
-    out = planned(sample).sum()
-    out.backward()
-    with pytest.raises(ReplayError, match="retain_graph=True"):
-        out.backward()
 
 
 def test_rows_of_a_jacobian_hold_no_more_each():

@@ -130,14 +130,8 @@ def test_what_a_forward_could_tell_apart_is_another_kind():
         assert len(planned.sn_memory.kinds) == before + 1
 
 
-def test_notes_of_others_are_no_other_kind():
+def test_planned_for_one_more_both_are_run():
     planned = plan(Documented(), some(), "100%", **SETTINGS)
-    planned._is_accelerate_prepared = True
-    planned.inner.note = "seen"
-    planned.inner[0].count = 3
-    ran = runs_of(planned)
-    planned(some())
-    assert ran
     both = plan(planned, torch.randn(3, 32), "100%", **SETTINGS)
     ran = runs_of(both)
     for batch in (3, 16):
@@ -333,14 +327,6 @@ def test_blocks_compiled_inside_a_planned_model(backend):
     mine.sum().backward()
     theirs.sum().backward()
     assert same([mine, *grads(planned)], [theirs, *grads(model)])
-
-
-@pytest.mark.parametrize("way", ["module", "method"])
-def test_a_model_that_is_compiled_already(way):
-    """Compiled in place, a model answers calls itself, whoever has its attributes."""
-    model = COMPILED[way](mlp(2))
-    with pytest.raises(TraceError, match="backend='compile'"):
-        plan(model, some(), "100%", **SETTINGS)
 
 
 # torch.compile asks what its inputs are, and torch warns of that.

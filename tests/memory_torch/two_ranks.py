@@ -19,8 +19,8 @@ torch.set_num_threads(1)
 rank, store, steps = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
 
-def train(model, optimizer=None, apart=rank, begin=lambda: None, backward=torch.Tensor.backward):
-    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+def train(model, apart=rank, begin=lambda: None):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     losses, peaks = [], []
     for at in range(steps):
         optimizer.zero_grad()
@@ -29,7 +29,7 @@ def train(model, optimizer=None, apart=rank, begin=lambda: None, backward=torch.
         tracker = StorageTracker([*model.parameters(), x])
         with tracker if at >= steps - 3 else nullcontext():
             loss = model(x)
-            backward(loss)
+            loss.backward()
         optimizer.step()
         losses.append(loss.item())
         peaks.append(tracker.peak_bytes)
