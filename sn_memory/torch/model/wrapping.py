@@ -55,11 +55,7 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
             return kind.forward(model, *args, **kwargs)
         # Releases before have no `is_exporting`; there the next check refuses.
         exporting = getattr(torch.compiler, "is_exporting", bool)()
-        if (
-            exporting
-            or _is_symbolic(args, kwargs)
-            or (torch.jit.is_tracing() and torch.is_grad_enabled())
-        ):
+        if exporting or (torch.jit.is_tracing() and torch.is_grad_enabled()):
             raise exported(kind)
         if _is_compiled(model.__dict__[RECORD]):
             raise TraceError(
@@ -68,6 +64,9 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
                 "which compiles the model as planned, and call that; or leave it out: "
                 "torch.compiler.disable(model)."
             )
+        # After Dynamo, to which arguments are none of Python's objects.
+        if _is_symbolic(args, kwargs):
+            raise exported(kind)
         return mixin.run_planned(model, kind.forward, args, kwargs)  # type: ignore[attr-defined]
 
     members = {
