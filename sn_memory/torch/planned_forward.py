@@ -18,7 +18,7 @@ from .accumulation import fitting
 from .eager.higher_derivatives import PlainStep, without_plan
 from .model.modes import OF_CHECKPOINT, caches_weights, saved_tensors_hook, transformed, warn
 from .model.signature import as_sampled
-from .model.wrapping import RECORD, plain_model, uninitialized
+from .model.wrapping import RECORD, exported, plain_class, plain_model, uninitialized
 from .new_inputs import step_for
 from .planned import PlanRecord, StepCache
 from .step import Call, Step
@@ -72,6 +72,10 @@ class PlannedForward:
             if record.state is None and kind is not None:
                 plain_step = partial(PlainStep, self, record, kind, arguments, parameters, buffers)
             return step.run(self, args, kwargs, Call(parameters, buffers, plain_step))  # type: ignore[arg-type]
+
+    def __prepare_scriptable__(self) -> Any:
+        # torch.jit.script asks for what it is to compile: our forward is no TorchScript.
+        raise exported(plain_class(type(self)))  # type: ignore[arg-type]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Copies and pickles are plain: a plan's lock and recorded calls belong to this process.

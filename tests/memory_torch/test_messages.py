@@ -109,14 +109,21 @@ CASES = [
         TraceError,
         r"torch.export.*planned Sequential.*copy.deepcopy\(model\)",
     ),
-    (lambda: torch.jit.trace(planned(), X), TraceError, "torch.jit.trace"),
+    (lambda: torch.jit.trace(planned(), X), TraceError, "torch.jit.*planned Sequential"),
+    (lambda: torch.jit.script(planned()), TraceError, "torch.jit.*planned Sequential"),
+    (lambda: torch.fx.symbolic_trace(planned()), TraceError, "torch.fx.*planned Sequential"),
+    (
+        lambda: torch.fx.symbolic_trace(nn.Sequential(planned())),
+        TraceError,
+        "torch.fx.*planned Sequential",
+    ),
     (lambda: of_meta(**QUICK)(X), ReplayError, "on the meta device.*to_empty"),
     (lambda: of_meta(backend="modules"), TraceError, "on the meta device"),
     (lambda: of_meta(backend="compile"), TraceError, "on the meta device"),
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.trace.* is deprecated")
+@pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated")
 @pytest.mark.parametrize(("call", "kind", "text"), CASES)
 def test_messages(call, kind, text):
     with pytest.raises(kind, match=text):

@@ -56,11 +56,7 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
         # Releases before have no `is_exporting`; there the next check refuses.
         exporting = getattr(torch.compiler, "is_exporting", bool)()
         if exporting or (torch.jit.is_tracing() and torch.is_grad_enabled()):
-            raise TraceError(
-                f"torch.export, torch.jit.trace or an exporter to ONNX was given a planned "
-                f"{kind.__name__}, whose plan is for training on this machine. Export the model "
-                "without a plan: the one that plan was given, or copy.deepcopy(model)."
-            )
+            raise exported(kind)
         if _is_compiled(model.__dict__[RECORD]):
             raise TraceError(
                 f"torch.compile was given a planned {kind.__name__}, or a function that calls one, "
@@ -68,6 +64,9 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
                 "which compiles the model as planned, and call that; or leave it out: "
                 "torch.compiler.disable(model)."
             )
+        # After Dynamo, to which arguments are none of Python's objects.
+        if _is_symbolic(args, kwargs):
+            raise exported(kind)
         return mixin.run_planned(model, kind.forward, args, kwargs)  # type: ignore[attr-defined]
 
     members = {
@@ -81,6 +80,15 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
     planned = type(kind.__name__, (mixin, kind), members)
     _PLANNED[key] = planned
     return planned
+
+
+def exported(kind: type[torch.nn.Module]) -> TraceError:
+    """Return the refusal of what takes a planned model for its code."""
+    return TraceError(
+        f"torch.export, torch.jit, torch.fx or an exporter to ONNX was given a planned "
+        f"{kind.__name__}, whose plan is for training on this machine. Export the model "
+        "without a plan: the one that plan was given, or copy.deepcopy(model)."
+    )
 
 
 def uninitialized(kind: type[torch.nn.Module]) -> torch.nn.Module:
@@ -171,6 +179,13 @@ def _ignored(original: Callable[..., Any]) -> Callable[..., Any]:
         return None
 
     return enable
+
+
+def _is_symbolic(args: Any, kwargs: Any) -> bool:
+    """Whether torch.fx calls a forward with stand-ins, as `prepare_qat_fx` has it do."""
+    # Of the outermost module one stands for all arguments.
+    passed = (args,) if isinstance(args, torch.fx.Proxy) else (*args, *kwargs.values())
+    return any(isinstance(value, torch.fx.Proxy) for value in passed)
 
 
 def is_in_compiled() -> bool:
