@@ -87,6 +87,20 @@ def test_the_step_is_what_is_measured():
     assert abs(found.step_bytes - tracker.peak_bytes) <= 4
 
 
+@pytest.mark.parametrize("device", [None, "h100"])
+def test_a_forward_that_sets_attributes_is_estimated(device):
+    """Heads of transformers note the kind of problem in their configuration, in the first step."""
+
+    def forward(self, x):
+        self.kind = "regression"
+        return self.inner(x)
+
+    model = module_of(forward, inner=mlp(3))
+    found = estimate(model, SAMPLE, device=device)
+    assert found.peak_bytes == estimate(model.inner, SAMPLE, device=device).peak_bytes
+    assert not hasattr(model, "kind")
+
+
 def test_what_variables_hold_counts():
     """They hold what nobody needs any more, while it is computed what is largest."""
 

@@ -294,12 +294,15 @@ def changes_what_it_is_given() -> TraceError:
 
 
 @contextmanager
-def restore_model(model: torch.nn.Module, arguments: Any = ()) -> Iterator[None]:
+def restore_model(
+    model: torch.nn.Module, arguments: Any = (), *, replayed: bool = True
+) -> Iterator[None]:
     """Put the model, and what its forward is given, back as they were after it was traced.
 
-    Refuses a forward that changed attributes of its modules, or what lists, mappings and objects
-    hold: in these, in its arguments, in what hooks of the modules reach. Such a forward has side
-    effects on purpose (a count, a new buffer), and a replay of its calls would not have them.
+    Where its calls are to be replayed, refuses a forward that changed attributes of its modules, or
+    what lists, mappings and objects hold: in these, in its arguments, in what hooks of the modules
+    reach. Such a forward has side effects on purpose (a count, a new buffer), and a replay of its
+    calls would not have them.
     """
     spared = (*model.parameters(), *model.buffers())
     original = before = ModelSnapshot(model, arguments, (), spared)
@@ -317,6 +320,8 @@ def restore_model(model: torch.nn.Module, arguments: Any = ()) -> Iterator[None]
         original.restore()
         # It may hold casts of tensors that stood in for the weights.
         torch.clear_autocast_cache()
+    if not replayed:
+        return
     if received:
         raise changes_what_it_is_given()
     if drawn:

@@ -57,7 +57,7 @@ def fake_step(
     weights = WrittenWeights((param, param) for param in model.parameters())
     with (
         op_times(device_of(model)),  # what `scratch` measures is saved once
-        restore_model(model),
+        restore_model(model, replayed=False),
         restore_rng_state(),
         weights,
         swapped(model, mode),
@@ -93,7 +93,12 @@ def fake_step_on(
     arguments = tree_map_only(
         torch.Tensor, lambda tensor: fake_of(mode, tensor, gpu.place), arguments
     )
-    with restore_model(model), restore_rng_state(), swapped(model, mode, gpu.place), mode:
+    with (
+        restore_model(model, replayed=False),
+        restore_rng_state(),
+        swapped(model, mode, gpu.place),
+        mode,
+    ):
         args, kwargs = arguments
         resident = [*model.parameters(), *model.buffers(), *tensors(arguments)]
         leaves = {id(tensor): tensor for tensor in resident if tensor.requires_grad}
