@@ -37,6 +37,7 @@ class Plain(nn.Module):
         self.count, self.tensors, self.slotted.kept = torch.zeros(1), [torch.zeros(2)], None
         self.register_buffer("seen", torch.zeros(32))
         self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("ranges", torch.empty(0))
 
     def forward(self, x):
         return self.inner(x)
@@ -109,6 +110,18 @@ def replaces(self, x):
 def counts(self, x):
     self.count.add_(1)
     return self.inner(x) * self.count
+
+
+@model_of
+def grows(self, x):
+    """Gives a buffer the size of what comes first, as an observer of quantization does."""
+    h = self.inner(x)
+    highest = h.detach().amax(0)
+    if self.ranges.numel() == 0:
+        self.ranges.resize_(highest.shape).copy_(highest)
+    else:
+        self.ranges.copy_(torch.max(self.ranges, highest))
+    return h + self.ranges
 
 
 @model_of
@@ -245,7 +258,7 @@ class OwnGenerators(Plain):
 
 MOMENTUM = (Momentum, MomentumByData, MomentumAtOnce)
 MODELS = (
-    *(Plain, values, notes, configures, hooks, lazy, replaces, gambles, fails, Observed),
+    *(Plain, values, notes, configures, hooks, lazy, replaces, grows, gambles, fails, Observed),
     *(*MOMENTUM, MomentumInNewMemory, MomentumInLists, clamps, OwnGenerators, freezes),
     Everything,
 )
@@ -365,6 +378,7 @@ REFUSED = [
     *((kind, REPLAYED) for kind in (notes, configures, hooks, Observed)),
     (values, "depend on values"),
     (replaces, "replaces seen"),
+    (grows, "resizes ranges, .* run one step before planning"),
     (gambles, "draws from random"),
     *((kind, "seeds torch's generator") for kind in (seeds, seeds_inside)),
     (freezes, r"sets requires_grad of inner\.0\.bias"),
@@ -390,7 +404,7 @@ def smallest(model, x):
 
 
 TRAINED = [
-    *((kind, "modules") for kind in (notes, hooks, counts, Momentum, clamps)),
+    *((kind, "modules") for kind in (notes, hooks, counts, grows, Momentum, clamps)),
     *((kind, "graph") for kind in (counts, *MOMENTUM, clamps)),
 ]
 

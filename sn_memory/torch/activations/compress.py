@@ -29,6 +29,7 @@ from ...activations.saved import (
 from ...base.sizes import parse_bytes
 from ..errors import TraceError
 from ..model.modes import transformed, warn
+from ..model.snapshot import set_value
 from ..model.step import SideEffects, restore_rng_state
 from ..model.wrapping import is_in_compiled
 from ..modules.state import RunState
@@ -562,9 +563,8 @@ class CompressedActivations:
         def gradients() -> list[torch.Tensor | None]:
             with restore_rng_state():
                 exact = torch.autograd.grad(loss(), list(names.values()), allow_unused=True)
-            with torch.no_grad():
-                for buffer, before in zip(self.model.buffers(), buffers, strict=True):
-                    buffer.copy_(before)
+            for buffer, before in zip(self.model.buffers(), buffers, strict=True):
+                set_value(buffer, before)
             return list(exact)
 
         # Random numbers and buffers are the same in all passes, so that only rounding differs.

@@ -145,8 +145,18 @@ class Values:
     def restore(self) -> None:
         """Let the tensors have these values."""
         for tensor, value in self._before.values():
-            # By `data`, as a version that is counted up would look like a change in place.
-            _copyable(tensor.data).copy_(value)
+            set_value(tensor, value)
+
+
+def set_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Give a tensor a value without counting up its version, and its size if it was resized."""
+    # By `data`, as autograd would take it for a change of what it saved. Into the same memory, as
+    # saved views of it have to show this value.
+    if tensor.shape == value.shape:
+        _copyable(tensor.data).copy_(value)
+    else:
+        # An observer of quantization has the size of what came first.
+        tensor.data = value.clone()
 
 
 # Integers of less than a byte take one byte each, and torch has no kernel that copies them.

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from ..errors import ReplayError
 from ..model.guards import OF_TORCH
 from ..model.signature import tensors
-from ..model.snapshot import memory_version
+from ..model.snapshot import memory_version, set_value
 from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import is_apart, rng_state, set_rng_state
 
@@ -129,7 +129,7 @@ class RunState:
                 )
         with ExitStack() as undo:
             for buffer in self.changed:
-                undo.callback(_fill, buffer, buffer.clone())
+                undo.callback(set_value, buffer, buffer.clone())
             for held in self._held:
                 undo.callback(_Held(held.name, held.module, held.sharded).put, alone=True)
             for device in self._random:
@@ -143,7 +143,7 @@ class RunState:
                 held.put()
             for module, name, buffer, copy in self._copies:
                 module._buffers[name] = buffer
-                _fill(buffer, copy)
+                set_value(buffer, copy)
             self._undo.append(undo.pop_all())
 
     def __exit__(self, *_: object) -> None:
@@ -217,12 +217,6 @@ class _Held:
                 replaced = True
         if replaced:
             refresh_flat_weights([self.module])
-
-
-def _fill(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    # By `data`, as autograd would take it for a change of what it saved. Into the same tensor, as
-    # saved views of it have to show these values.
-    buffer.data.copy_(value)
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

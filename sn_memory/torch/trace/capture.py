@@ -39,7 +39,7 @@ from ..model.step import changes_what_it_is_given, forbid_external_rng, restore_
 from ..target.gpu import Gpu
 from .fake import FakeMode, ValueMode, fake_of, quiet
 from .rearrange import without_unused
-from .record import Call, Captured, Layouts, Recorder, layout_key
+from .record import Call, Captured, Layouts, Recorder, View, layout_key
 
 
 def capture(
@@ -139,9 +139,9 @@ class _Capture:
         # Per fake of an input that is all ones, what the model is given for it.
         self.ones_of: dict[int, torch.Tensor] = {}
         # By id of the fake, as they are before the forward pass: whether a parameter requires a
-        # gradient, and the number of the storage of a parameter or buffer.
+        # gradient, and how a parameter or buffer looks at its storage.
         self.trained: dict[int, bool] = {}
-        self.storages: dict[int, int] = {}
+        self.views: dict[int, View] = {}
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
         """Record the step; raises TraceError for whatever keeps it from being replayed."""
@@ -265,7 +265,7 @@ class _Capture:
         if id(tensor) not in self.fakes:
             place = None if self.gpu is None else self.gpu.place
             fake = self.fakes[id(tensor)] = fake_of(self.mode, tensor, place)
-            self.storages[id(fake)] = self.recorder.give(fake, role).storage
+            self.views[id(fake)] = self.recorder.give(fake, role)
             if role == "parameter":
                 self.trained[id(fake)] = fake.requires_grad
                 self.recorder.weights.add(tensor.untyped_storage()._cdata)
@@ -350,8 +350,13 @@ class _Capture:
                 trains = self.trained.get(id(tensor))
                 if id(tensor) not in known:
                     why = f"replaces {where} with a new tensor. Change it in place (copy_, mul_)"
-                elif self.recorder.view(tensor).storage != self.storages.get(id(tensor)):
+                elif (now := self.recorder.view(tensor)).storage != self.views[id(tensor)].storage:
                     why = f"sets .data of {where}, which a replay would not. Change it in place"
+                elif now != self.views[id(tensor)]:
+                    why = (
+                        f"resizes {where}, which a replay would not. If it does so in its first "
+                        "step only, run one step before planning"
+                    )
                 elif trains is not None and tensor.requires_grad != trains:
                     why = f"sets requires_grad of {where}. Set it before planning"
                 elif trains is not None and tensor.grad is not None:
