@@ -60,6 +60,15 @@ def test_switches_of_attention_hold():
     assert attention_kernel(q, q, q, None, 0.0, 90) == "cudnn"
 
 
+@pytest.mark.parametrize(("device", "expected"), [("a100", "sin"), ("v100", "cos")])
+def test_the_model_may_ask_for_the_compute_capability(device, expected):
+    def forward(self, x):
+        recent = torch.cuda.get_device_capability(x.device) >= (8, 0)
+        return self.inner(x).sin() if recent else self.inner(x).cos()
+
+    assert expected in kinds(module_of(forward, inner=mlp(1)), torch.zeros(4, 32), device)
+
+
 def test_layers_take_the_kernels_of_the_gpu():
     sample = torch.zeros(2, 3, 8, 8)
     names = {"cudnn_batch_norm", "cudnn_batch_norm_backward", "native_dropout"}

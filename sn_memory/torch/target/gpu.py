@@ -305,6 +305,10 @@ class Kernels(TorchFunctionMode):
             (torch, {"batch_norm": self._batch_norm, "rms_norm": self._rms_norm}),
             (torch._VF, layers),
         ]
+        if capability:
+            # Models ask for it before they call a kernel, as transformers for products of experts.
+            asked = {"get_device_capability": lambda device=None: divmod(capability, 10)}
+            self._places.append((torch.cuda, asked))
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
