@@ -35,20 +35,15 @@ SN_INSIDE inline Eight turned(const Eight& z, const float* roots, int64_t m) {
 // Passes that sort on their way (Stockham). In each, `stride` transforms of 8 m points, side by
 // side, become eight times as many of m points.
 
-// The first: m butterflies side by side, each with its own roots. x is real and imaginary parts.
+// The first: m butterflies side by side, each with its own roots. x is real and imaginary parts, or
+// the pairs of a real vector, in `re`.
+template <bool pairs>
 SN_CLONES void first_pass(const float* __restrict re, const float* __restrict im,
                           float* __restrict to_re, float* __restrict to_im,
                           const float* __restrict roots, int64_t m) {
-  const auto from = [=](int64_t i) SN_INSIDE { return Complex{re[i], im[i]}; };
-  const auto to = [=](int64_t i, Complex z) SN_INSIDE { to_re[i] = z.re, to_im[i] = z.im; };
-  for (int64_t p = 0; p < m; ++p) put8(turned(dft8(from, p, m), roots + p, m), to, 8 * p, 1);
-}
-
-// The same of the pairs of a real vector.
-SN_CLONES void first_pass_of_pairs(const float* __restrict pairs, float* __restrict to_re,
-                                   float* __restrict to_im, const float* __restrict roots,
-                                   int64_t m) {
-  const auto from = [=](int64_t i) SN_INSIDE { return Complex{pairs[2 * i], pairs[2 * i + 1]}; };
+  const auto from = [=](int64_t i) SN_INSIDE {
+    return pairs ? Complex{re[2 * i], re[2 * i + 1]} : Complex{re[i], im[i]};
+  };
   const auto to = [=](int64_t i, Complex z) SN_INSIDE { to_re[i] = z.re, to_im[i] = z.im; };
   for (int64_t p = 0; p < m; ++p) put8(turned(dft8(from, p, m), roots + p, m), to, 8 * p, 1);
 }
@@ -133,19 +128,6 @@ SN_CLONES void split(const float* __restrict bins, float* __restrict re, float* 
   for (int64_t k = 0; k < count; ++k) re[k] = bins[2 * k], im[k] = bins[2 * k + 1];
 }
 
-// Twice what `separate` began with, from split bins; the parts of the edges that count for nothing
-// are zero.
-SN_CLONES void join(const float* __restrict re, const float* __restrict im,
-                    const float* __restrict cosines, const float* __restrict sines,
-                    float* __restrict to_re, float* __restrict to_im, int64_t points) {
-  for (int64_t k = 0; k < points; ++k) {
-    const float p = re[k], q = im[k], r = re[points - k], s = im[points - k];
-    const float right = p - r, up = q + s;
-    to_re[k] = (p + r) - (cosines[k] * up - sines[k] * right);
-    to_im[k] = (q - s) + (cosines[k] * right + sines[k] * up);
-  }
-}
-
 // Spans: point k of span q lies at [k * side + q], so that all of them turn by the same root.
 
 constexpr float kDown = 0.70710678f, kUp = 1.41421356f;  // an edge bin counts once, others twice
@@ -193,11 +175,14 @@ SN_APART
   }
 }
 
-// `join` of each span: re and im have a row more than there are points.
-SN_CLONES void join_spans(const float* __restrict re, const float* __restrict im,
-                          const float* __restrict cosines, const float* __restrict sines,
-                          float* __restrict to_re, float* __restrict to_im, int64_t points,
-                          int64_t side) {
+// Twice what `separate` of each span began with, from split bins, of which there is a row more than of
+// points; the parts of the edges that count for nothing are zero.
+template <bool spans>
+SN_CLONES void join(const float* __restrict re, const float* __restrict im,
+                    const float* __restrict cosines, const float* __restrict sines,
+                    float* __restrict to_re, float* __restrict to_im, int64_t points,
+                    int64_t number) {
+  const int64_t side = spans ? number : 1;
   for (int64_t k = 0; k < points; ++k) {
     const float cosine = cosines[k], sine = sines[k];
 SN_APART
@@ -269,7 +254,7 @@ void Fourier::inverse_spans(const float* bins, float* values) {
     if (q) first.re[q] *= kUp;
     first.im[q] = first.im[points_ * side_ + q] = 0;
   }
-  join_spans(first.re, first.im, roots_, roots_ + points_, second.re, second.im, points_, side_);
+  join<true>(first.re, first.im, roots_, roots_ + points_, second.re, second.im, points_, side_);
   // Real and imaginary parts change places, as in last_pass_to_pairs.
   next_pass(second.im, second.re, first.re, first.im, roots_ + 2 * points_, points_ / 8, side_);
   int64_t radix;
@@ -284,7 +269,7 @@ void Fourier::inverse_spans(const float* bins, float* values) {
 void Fourier::forward(const float* values, float* bins) {
   if (side_ > 1) return forward_spans(values, bins);
   const Parts first = scratch(0);
-  first_pass_of_pairs(values, first.re, first.im, roots_ + 2 * points_, points_ / 8);
+  first_pass<true>(values, nullptr, first.re, first.im, roots_ + 2 * points_, points_ / 8);
   int64_t radix;
   const int at = middle(radix);
   const Parts from = scratch(at), to = scratch(1 - at);
@@ -297,8 +282,8 @@ void Fourier::inverse(const float* bins, float* values) {
   const Parts first = scratch(0), second = scratch(1);
   split(bins, first.re, first.im, points_ + 1);
   first.im[0] = first.im[points_] = 0;
-  join(first.re, first.im, roots_, roots_ + points_, second.re, second.im, points_);
-  first_pass(second.im, second.re, first.re, first.im, roots_ + 2 * points_, points_ / 8);
+  join<false>(first.re, first.im, roots_, roots_ + points_, second.re, second.im, points_, 1);
+  first_pass<false>(second.im, second.re, first.re, first.im, roots_ + 2 * points_, points_ / 8);
   int64_t radix;
   const Parts from = scratch(middle(radix));
   last_pass_to_pairs(from.re, from.im, values, scale_, radix, points_ / radix);

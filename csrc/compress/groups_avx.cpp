@@ -275,41 +275,25 @@ SN_LANES void unpack_all(const Beside& from, const Lines<uint8_t>& all) {
   }
 }
 
-// The loops as functions of one instruction set.
+// The loops as functions of one instruction set, into which each is inlined.
 #define SN_FORM(NAME, TARGET)                                                                       \
   struct NAME {                                                                                     \
+    template <auto loop, typename Result, typename... Args>                                         \
+    __attribute__((target(TARGET))) static Result in(Args... args) {                                \
+      return loop(args...);                                                                         \
+    }                                                                                               \
     static constexpr bool kBeside = true;                                                           \
+    static constexpr GridLoop grids = in<grids_all>;                                                \
     template <Floats kind>                                                                          \
-    __attribute__((target(TARGET))) static bool range(const void* values, int64_t count,            \
-                                                      Extremes& seen) {                             \
-      return range_all<kind>(values, count, seen);                                                  \
-    }                                                                                               \
-    __attribute__((target(TARGET))) static void grids(const Extremes* seen, int count, int levels,  \
-                                                      float cap, Place* places) {                   \
-      grids_all(seen, count, levels, cap, places);                                                  \
-    }                                                                                               \
-    template <Floats kind, int bits, bool look>                                                     \
-    __attribute__((target(TARGET))) static void round(const void* values, int64_t count,            \
-                                                      const Place& place, const Luck& luck,         \
-                                                      uint8_t* codes, uint32_t* spread) {           \
-      round_all<kind, bits, look>(values, count, place, luck, codes, spread);                       \
-    }                                                                                               \
+    static constexpr RangeLoop range = in<range_all<kind>>;                                         \
     template <Floats kind>                                                                          \
-    __attribute__((target(TARGET))) static void values(const uint8_t* codes, int64_t count,         \
-                                                       const Place& place, void* values) {          \
-      value_all<kind>(codes, count, place, values);                                                 \
-    }                                                                                               \
+    static constexpr ValueLoop values = in<value_all<kind>>;                                        \
     template <Floats kind, int bits, bool look>                                                     \
-    __attribute__((target(TARGET))) static bool pack(const Lines<const uint8_t>& lines,             \
-                                                     const Luck* luck, float cap,                   \
-                                                     const Beside& to) {                            \
-      return pack_all<kind, bits, look>(lines, luck, cap, to);                                      \
-    }                                                                                               \
+    static constexpr RoundLoop round = in<round_all<kind, bits, look>>;                             \
+    template <Floats kind, int bits, bool look>                                                     \
+    static constexpr PackBeside pack = in<pack_all<kind, bits, look>>;                              \
     template <Floats kind, int bits>                                                                \
-    __attribute__((target(TARGET))) static void unpack(const Beside& from,                          \
-                                                       const Lines<uint8_t>& lines) {               \
-      unpack_all<kind, bits>(from, lines);                                                          \
-    }                                                                                               \
+    static constexpr UnpackBeside unpack = in<unpack_all<kind, bits>>;                              \
   }
 
 SN_FORM(Avx2, SN_AVX2);

@@ -324,12 +324,14 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
         sn::pack_groups(values.as<const void>(), kind, a.runs(), grid, form, packed, escapes);
       }))
     return nullptr;
-  const auto number = static_cast<Py_ssize_t>(escapes.at.size());
-  // Not "y#": that makes None of an empty vector's null pointer.
-  const auto* at = reinterpret_cast<const char*>(escapes.at.data());
-  const auto* lost = reinterpret_cast<const char*>(escapes.values.data());
-  return Py_BuildValue("NNL", PyBytes_FromStringAndSize(at, 8 * number),
-                       PyBytes_FromStringAndSize(lost, 4 * number),
+  const auto number = static_cast<Py_ssize_t>(escapes.found.size());
+  PyObject* const at = PyBytes_FromStringAndSize(nullptr, 8 * number);
+  PyObject* const lost = PyBytes_FromStringAndSize(nullptr, 4 * number);
+  for (Py_ssize_t i = 0; at && lost && i < number; ++i) {
+    std::memcpy(PyBytes_AS_STRING(at) + 8 * i, &escapes.found[i].at, 8);
+    std::memcpy(PyBytes_AS_STRING(lost) + 4 * i, &escapes.found[i].value, 4);
+  }
+  return Py_BuildValue("NNL", at, lost,
                        static_cast<long long>(escapes.zeros));
 }
 

@@ -322,21 +322,14 @@ struct Kernel {
 
 // Those of an instruction set: the width of its registers, and rows, directions and columns at a time
 // that these hold.
-#define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide)  \
-  target void name##_rows(const Matrix<const float>& matrix, const Matrix<const float>& factor,   \
-                          const Matrix<float>& sums, const float* turned) {                       \
-    times_rows_by<width, rows, rows_most>(matrix, factor, sums, turned);                          \
+#define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide) \
+  template <auto product, typename... Args>                                                       \
+  target void name##_in(Args... args) {                                                           \
+    product(args...);                                                                             \
   }                                                                                               \
-  target void name##_columns(const Matrix<const float>& matrix, const Matrix<const float>& factor, \
-                             const Matrix<float>& sums) {                                         \
-    times_columns_by<width, columns_most, columns_wide>(matrix, factor, sums);                    \
-  }                                                                                               \
-  target void name##_outer(const Matrix<const float>& left, const Matrix<const float>& right,     \
-                           const Matrix<float>& matrix, bool subtract, const float* turned,       \
-                           float* fours) {                                                        \
-    outer_by<width, outer_wide>(left, right, matrix, subtract, turned, fours);                    \
-  }                                                                                               \
-  constexpr Kernel name = {rows_most, name##_rows, name##_columns, name##_outer};
+  constexpr Kernel name = {rows_most, name##_in<times_rows_by<width, rows, rows_most>>,           \
+                           name##_in<times_columns_by<width, columns_most, columns_wide>>,        \
+                           name##_in<outer_by<width, outer_wide>>};
 
 SN_PRODUCTS(plain, , 4, 4, 1, 2, 1, 1)
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -27,15 +27,8 @@ class HalfScale {
     return (code & 0x7FFFu) < largest_ ? code : (code & 0x8000u) | largest_;
   }
 
-  float decode(uint32_t code) const {
-    const uint32_t sign = (code & 0x8000u) << 16, exponent = code >> 10 & 31u;
-    const uint32_t fraction = code & 0x3FFu;
-    if (exponent == 31)  // never encoded; a damaged payload may hold it
-      return from_bits(sign | 0x7F800000u | fraction << 13) / scale_;
-    const float magnitude = exponent ? from_bits((exponent + 112) << 23 | fraction << 13)
-                                     : static_cast<float>(fraction) * 5.9604644775390625e-8f;
-    return from_bits(to_bits(magnitude) | sign) / scale_;
-  }
+  // A damaged payload may hold what is never encoded: infinity, NaN.
+  float decode(uint32_t code) const { return from_half(static_cast<uint16_t>(code)) / scale_; }
 
  private:
   float scale_;
