@@ -6,7 +6,6 @@
 
 #include "buffers.h"
 #include "bindings.h"
-#include "pool_greedy.h"
 #include "pool_search.h"
 
 namespace {
