@@ -3,7 +3,7 @@
 
 #include <cstdint>
 
-#include "values.h"
+#include "quantize.h"
 
 namespace sn {
 

@@ -16,8 +16,8 @@ inline float whole(float value) {
 }
 
 template <typename Digit>
-inline void digits_of(const float* values, int64_t count, float unit, float limit, Digit* digits,
-                      float* own) {
+SN_CLONES void digits_of(const float* values, int64_t count, float unit, float limit, Digit* digits,
+                         float* own) {
   for (int64_t i = 0; i < count; ++i) {
     float value = values[i] / unit;
     // Halves beyond the limit are cut off: the same as to cut off what they are rounded to.
@@ -28,16 +28,6 @@ inline void digits_of(const float* values, int64_t count, float unit, float limi
     // A negative value that is rounded to zero is read as -0, as rounding has it.
     own[i] = std::copysign(value, values[i]) * unit;
   }
-}
-
-SN_CLONES void narrow(const float* values, int64_t count, float unit, float limit, int8_t* digits,
-                      float* own) {
-  digits_of(values, count, unit, limit, digits, own);
-}
-
-SN_CLONES void narrow(const float* values, int64_t count, float unit, float limit,
-                      int16_t* digits, float* own) {
-  digits_of(values, count, unit, limit, digits, own);
 }
 
 }  // namespace
@@ -55,9 +45,8 @@ void to_digits(const float* values, const int64_t* sides, const int32_t* exponen
     const float* end = scales.covered + scales.places;
     const auto at = static_cast<int32_t>(std::lower_bound(scales.covered, end, peak) -
                                          scales.covered);
-    heads[column] =
-        bits ? std::min(at, scales.places - 1) + scales.lowest + count : 0;
-    narrow(values, side, scales.units[exponents[column] - scales.lowest], limit, digits, own);
+    heads[column] = bits ? std::min(at, scales.places - 1) + scales.lowest + count : 0;
+    digits_of(values, side, scales.units[exponents[column] - scales.lowest], limit, digits, own);
     values += side;
     digits += side;
     own += side;

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 
 #include "bits.h"
 #include "groups_loops.h"
@@ -140,10 +139,7 @@ class Packer {
                  zeros_escape ? 1 : 0, drawn_.draw(luck_at(at), count), wide_, bad_, spread);
     side_by_side(wide_, count, grid_.bits, codes);
     for (int64_t j = 0; lost && j < count; ++j)
-      if (bad_[j]) {
-        escapes_.at.push_back(at + j);
-        escapes_.values.push_back(run[j]);
-      }
+      if (bad_[j]) escapes_.found.push_back({at + j, run[j]});
   }
 
   const Floats kind_;
@@ -185,23 +181,24 @@ void unpack(const Packed& from, int bits, const Loops& loops, Floats kind, int64
   }
 }
 
-// Calls work(start, size, g, byte) for each group of `count` elements in runs.
-template <typename Work>
-void each_group(int64_t count, int64_t run, int64_t group, int bits, Work work) {
-  int64_t size = 0, byte = 0;
-  for (int64_t start = 0, g = 0; start < count; start += size, ++g) {
-    size = std::min(group, run - start % run);
-    work(start, size, g, byte);
-    byte += (size * bits + 7) / 8;
-  }
-}
-
-// Packs or unpacks the rows [first, first + rows) of a turned tensor in tiles: by `beside` those of
-// which memory has a line of neighbours, if it returns true, else by `one` after the other; `done`
-// follows those.
+// Packs or unpacks all groups: one(memory, size, at, g, byte) is one, as in Packer::add(), and done()
+// follows some. Those of a turned tensor go in tiles; where memory has a line of neighbours,
+// beside(lines, size, at, g, byte, groups, bytes) does all of a tile if it returns true.
 template <bool back, typename Byte, typename ByLines, typename One, typename Done>
-void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
-                   int bits, int64_t width, Byte* memory, ByLines beside, One one, Done done) {
+void each_group(const Runs& runs, int64_t group, int bits, int64_t width, Byte* memory,
+                ByLines beside, One one, Done done) {
+  const int64_t run = runs.length;
+  if (!runs.turn) {
+    int64_t size = 0, byte = 0;
+    for (int64_t start = 0, g = 0; start < runs.count; start += size, ++g) {
+      size = std::min(group, run - start % run);
+      one(memory + width * start, size, runs.first + start, g, byte);
+      byte += (size * bits + 7) / 8;
+    }
+    return done();
+  }
+  const Turn& turn = *runs.turn;
+  const int64_t first = runs.first / run, rows = runs.count / run;
   const int64_t groups = (run + group - 1) / group, bytes = (run * bits + 7) / 8;
   const bool all = first % turn.rows == 0 && rows % turn.rows == 0;
   Tile tile;
@@ -225,21 +222,6 @@ void through_tiles(const Turn& turn, int64_t first, int64_t rows, int64_t run, i
     done();
     if (back) move(block);
   });
-}
-
-void sort(Escapes& escapes) {
-  const auto size = escapes.at.size();
-  std::vector<size_t> order(size);
-  std::iota(order.begin(), order.end(), size_t{0});
-  std::sort(order.begin(), order.end(),
-            [&](size_t a, size_t b) { return escapes.at[a] < escapes.at[b]; });
-  Escapes sorted;
-  for (const size_t i : order) {
-    sorted.at.push_back(escapes.at[i]);
-    sorted.values.push_back(escapes.values[i]);
-  }
-  escapes.at.swap(sorted.at);
-  escapes.values.swap(sorted.values);
 }
 
 }  // namespace
@@ -284,58 +266,40 @@ bool form_runs(Form form) { return loops_of(form) != nullptr; }
 void pack_groups(const void* values, Floats kind, const Runs& runs, const Grid& grid, Form form,
                  const Packed& to, Escapes& escapes) {
   Packer packer(kind, grid, *loops_of(form), to, escapes);
-  const int64_t width = width_of(kind);
-  const auto* from = static_cast<const uint8_t*>(values);
-  if (runs.turn) {
-    through_tiles<false>(
-        *runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length, grid.group,
-        grid.bits, width, from,
-        [&](const Lines<const uint8_t>& lines, int64_t size, int64_t at, int64_t g, int64_t byte,
-            int64_t groups, int64_t bytes) {
-          return packer.beside(lines, size, at, g, byte, runs.length, groups, bytes);
-        },
-        [&](const uint8_t* row, int64_t size, int64_t at, int64_t g, int64_t byte) {
-          packer.add(row, size, at, g, byte);
-        },
-        [&] { packer.flush(); });
-    sort(escapes);
-  } else {
-    each_group(runs.count, runs.length, grid.group, grid.bits,
-               [&](int64_t start, int64_t size, int64_t g, int64_t byte) {
-                 packer.add(from + width * start, size, runs.first + start, g, byte);
-               });
-    packer.flush();
-  }
+  each_group<false>(
+      runs, grid.group, grid.bits, width_of(kind), static_cast<const uint8_t*>(values),
+      [&](const Lines<const uint8_t>& lines, int64_t size, int64_t at, int64_t g, int64_t byte,
+          int64_t groups, int64_t bytes) {
+        return packer.beside(lines, size, at, g, byte, runs.length, groups, bytes);
+      },
+      [&](const uint8_t* row, int64_t size, int64_t at, int64_t g, int64_t byte) {
+        packer.add(row, size, at, g, byte);
+      },
+      [&] { packer.flush(); });
+  if (runs.turn)
+    std::sort(escapes.found.begin(), escapes.found.end(),
+              [](const Escape& a, const Escape& b) { return a.at < b.at; });
 }
 
 void unpack_groups(const Packed& from, const Runs& runs, int bits, int64_t group, Form form,
                    void* values, Floats kind) {
   const Loops& loops = *loops_of(form);
-  const int64_t width = width_of(kind);
-  auto* to = static_cast<uint8_t*>(values);
   const UnpackBeside beside = loops.unpack[static_cast<int>(kind)][index_of(bits)];
-  if (runs.turn)
-    through_tiles<true>(
-        *runs.turn, runs.first / runs.length, runs.count / runs.length, runs.length, group, bits,
-        width, to,
-        [&](const Lines<uint8_t>& lines, int64_t size, int64_t, int64_t g, int64_t byte,
-            int64_t groups, int64_t bytes) {
-          if (!beside || size * bits % 32) return false;
-          for (int64_t r = 0; r < kLine / width; ++r)
-            if (!sound(place_of(from, g + groups * r))) return false;
-          beside({size, from.bases + g, from.steps + g, nullptr, from.codes + byte, groups, bytes},
-                 lines);
-          return true;
-        },
-        [&](uint8_t* row, int64_t size, int64_t, int64_t g, int64_t byte) {
-          unpack(from, bits, loops, kind, size, g, byte, row);
-        },
-        [] {});
-  else
-    each_group(runs.count, runs.length, group, bits,
-               [&](int64_t start, int64_t size, int64_t g, int64_t byte) {
-                 unpack(from, bits, loops, kind, size, g, byte, to + width * start);
-               });
+  each_group<true>(
+      runs, group, bits, width_of(kind), static_cast<uint8_t*>(values),
+      [&](const Lines<uint8_t>& lines, int64_t size, int64_t, int64_t g, int64_t byte,
+          int64_t groups, int64_t bytes) {
+        if (!beside || size * bits % 32) return false;
+        for (int64_t r = 0; r < kLine / width_of(kind); ++r)
+          if (!sound(place_of(from, g + groups * r))) return false;
+        beside({size, from.bases + g, from.steps + g, nullptr, from.codes + byte, groups, bytes},
+               lines);
+        return true;
+      },
+      [&](uint8_t* row, int64_t size, int64_t, int64_t g, int64_t byte) {
+        unpack(from, bits, loops, kind, size, g, byte, row);
+      },
+      [] {});
 }
 
 }  // namespace sn

@@ -18,9 +18,12 @@ struct Grid {
 enum class Floats { kSingle, kHalf, kBrain };
 
 // Elements that no code stands for, in ascending order of position; and how many are zero.
+struct Escape {
+  int64_t at;
+  float value;
+};
 struct Escapes {
-  std::vector<int64_t> at;
-  std::vector<float> values;
+  std::vector<Escape> found;
   int64_t zeros = 0;
 };
 

@@ -95,9 +95,7 @@ SN_LANES void round_all(const void* values, int64_t count, const Place& place, c
 template <Floats kind>
 SN_LANES void value_some(const uint8_t* codes, __m256 base, __m256 step, void* values) {
   const Floats16 code = Order<kind>::bytes(codes);
-  Order<kind>::write({_mm256_add_ps(base, _mm256_mul_ps(code.a, step)),
-                      _mm256_add_ps(base, _mm256_mul_ps(code.b, step))},
-                     values);
+  Order<kind>::write({base + code.a * step, base + code.b * step}, values);
 }
 
 template <Floats kind>
@@ -142,6 +140,10 @@ SN_LANES bool grids_beside(const Reach<kind>* reach, int levels, float cap, Floa
   step = {a.step, b.step};
   const __m256 widest = _mm256_max_ps(a.step, b.step);
   return !_mm256_movemask_ps(_mm256_cmp_ps(widest, _mm256_set1_ps(cap), _CMP_GE_OQ));
+}
+
+SN_LANES Floats16 as_floats(const Words16& it) {
+  return {_mm256_castsi256_ps(it.a), _mm256_castsi256_ps(it.b)};
 }
 
 template <Floats kind>
@@ -253,7 +255,8 @@ SN_LANES void unpack_all(const Beside& from, const Lines<uint8_t>& all) {
       bases[j] = to_bits(from.bases[g]);
       steps[j] = static_cast<uint32_t>(from.steps[g]) << 16;
     }
-    const Words16 base = Order<kind>::words(bases), step = Order<kind>::words(steps);
+    const Floats16 base = as_floats(Order<kind>::words(bases));
+    const Floats16 step = as_floats(Order<kind>::words(steps));
     turn_runs<4, false>(from.codes + first * from.bytes, from.bytes, kLanes, from.size / held,
                         reinterpret_cast<uint8_t*>(words), 4 * kLanes);
     for (int64_t i = 0; i < from.size; i += held) {
@@ -263,53 +266,32 @@ SN_LANES void unpack_all(const Beside& from, const Lines<uint8_t>& all) {
         const __m256 a = _mm256_cvtepi32_ps(_mm256_and_si256(codes.a, mask));
         const __m256 b = _mm256_cvtepi32_ps(_mm256_and_si256(codes.b, mask));
         codes = {_mm256_srli_epi32(codes.a, bits), _mm256_srli_epi32(codes.b, bits)};
-        Order<kind>::write(
-            {_mm256_add_ps(_mm256_castsi256_ps(base.a),
-                           _mm256_mul_ps(a, _mm256_castsi256_ps(step.a))),
-             _mm256_add_ps(_mm256_castsi256_ps(base.b),
-                           _mm256_mul_ps(b, _mm256_castsi256_ps(step.b)))},
-            lines + all.stride * (i + j));
+        Order<kind>::write({base.a + a * step.a, base.b + b * step.b}, lines + all.stride * (i + j));
         if (first == 0) __builtin_prefetch(all.next + all.next_stride * (i + j), 1);
       }
     }
   }
 }
 
-// The loops as functions of one instruction set.
+// The loops as functions of one instruction set, into which each is inlined.
 #define SN_FORM(NAME, TARGET)                                                                       \
   struct NAME {                                                                                     \
+    template <auto loop, typename Result, typename... Args>                                         \
+    __attribute__((target(TARGET))) static Result in(Args... args) {                                \
+      return loop(args...);                                                                         \
+    }                                                                                               \
     static constexpr bool kBeside = true;                                                           \
+    static constexpr GridLoop grids = in<grids_all>;                                                \
     template <Floats kind>                                                                          \
-    __attribute__((target(TARGET))) static bool range(const void* values, int64_t count,            \
-                                                      Extremes& seen) {                             \
-      return range_all<kind>(values, count, seen);                                                  \
-    }                                                                                               \
-    __attribute__((target(TARGET))) static void grids(const Extremes* seen, int count, int levels,  \
-                                                      float cap, Place* places) {                   \
-      grids_all(seen, count, levels, cap, places);                                                  \
-    }                                                                                               \
-    template <Floats kind, int bits, bool look>                                                     \
-    __attribute__((target(TARGET))) static void round(const void* values, int64_t count,            \
-                                                      const Place& place, const Luck& luck,         \
-                                                      uint8_t* codes, uint32_t* spread) {           \
-      round_all<kind, bits, look>(values, count, place, luck, codes, spread);                       \
-    }                                                                                               \
+    static constexpr RangeLoop range = in<range_all<kind>>;                                         \
     template <Floats kind>                                                                          \
-    __attribute__((target(TARGET))) static void values(const uint8_t* codes, int64_t count,         \
-                                                       const Place& place, void* values) {          \
-      value_all<kind>(codes, count, place, values);                                                 \
-    }                                                                                               \
+    static constexpr ValueLoop values = in<value_all<kind>>;                                        \
     template <Floats kind, int bits, bool look>                                                     \
-    __attribute__((target(TARGET))) static bool pack(const Lines<const uint8_t>& lines,             \
-                                                     const Luck* luck, float cap,                   \
-                                                     const Beside& to) {                            \
-      return pack_all<kind, bits, look>(lines, luck, cap, to);                                      \
-    }                                                                                               \
+    static constexpr RoundLoop round = in<round_all<kind, bits, look>>;                             \
+    template <Floats kind, int bits, bool look>                                                     \
+    static constexpr PackBeside pack = in<pack_all<kind, bits, look>>;                              \
     template <Floats kind, int bits>                                                                \
-    __attribute__((target(TARGET))) static void unpack(const Beside& from,                          \
-                                                       const Lines<uint8_t>& lines) {               \
-      unpack_all<kind, bits>(from, lines);                                                          \
-    }                                                                                               \
+    static constexpr UnpackBeside unpack = in<unpack_all<kind, bits>>;                              \
   }
 
 SN_FORM(Avx2, SN_AVX2);

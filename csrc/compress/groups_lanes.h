@@ -243,26 +243,22 @@ struct Grids8 {
   SN_LANES Grids8(__m256 low, __m256 high, __m256 zero, int levels) {
     const __m256 none = _mm256_setzero_ps(), one = _mm256_set1_ps(1.0f);
     const __m256 top = _mm256_set1_ps(static_cast<float>(levels));
-    const __m256 depth = _mm256_sub_ps(none, low);
-    const __m256 span = _mm256_sub_ps(high, low);
+    const __m256 depth = none - low, span = high - low;
     const __m256 negative = _mm256_cmp_ps(low, none, _CMP_LT_OQ);
     const __m256 lattice = _mm256_and_ps(zero, negative);
     const __m256 both = _mm256_and_ps(lattice, _mm256_cmp_ps(high, none, _CMP_GT_OQ));
     __m256 below = top;
-    step = _mm256_div_ps(one_of(lattice, depth, span), top);
+    step = one_of(lattice, depth, span) / top;
     if (_mm256_movemask_ps(both) && levels == 1) {
       const __m256 deep = _mm256_cmp_ps(depth, high, _CMP_GT_OQ);
       below = one_of(both, _mm256_and_ps(deep, one), below);
       step = one_of(both, one_of(deep, depth, high), step);
     } else if (_mm256_movemask_ps(both)) {
-      const __m256 last = _mm256_sub_ps(top, one);
-      const __m256 share = _mm256_floor_ps(_mm256_div_ps(_mm256_mul_ps(top, depth), span));
+      const __m256 last = top - one, share = _mm256_floor_ps(top * depth / span);
       const __m256 a = _mm256_min_ps(_mm256_max_ps(share, one), last);
-      const __m256 b = _mm256_min_ps(_mm256_max_ps(_mm256_add_ps(share, one), one), last);
-      const __m256 step_a = _mm256_max_ps(_mm256_div_ps(depth, a),
-                                          _mm256_div_ps(high, _mm256_sub_ps(top, a)));
-      const __m256 step_b = _mm256_max_ps(_mm256_div_ps(depth, b),
-                                          _mm256_div_ps(high, _mm256_sub_ps(top, b)));
+      const __m256 b = _mm256_min_ps(_mm256_max_ps(share + one, one), last);
+      const __m256 step_a = _mm256_max_ps(depth / a, high / (top - a));
+      const __m256 step_b = _mm256_max_ps(depth / b, high / (top - b));
       const __m256 first = _mm256_cmp_ps(step_a, step_b, _CMP_LE_OQ);
       below = one_of(both, one_of(first, a, b), below);
       step = one_of(both, _mm256_min_ps(step_a, step_b), step);
@@ -271,8 +267,7 @@ struct Grids8 {
         _mm256_add_epi32(_mm256_castps_si256(step), all_of(0xFFFF)), all_of(0xFFFF0000u));
     const __m256 finest = _mm256_castsi256_ps(all_of(kFinest << 16));
     step = _mm256_max_ps(_mm256_castsi256_ps(upper), finest);
-    const __m256 start = _mm256_xor_ps(_mm256_mul_ps(below, step), _mm256_set1_ps(-0.0f));
-    base = one_of(lattice, start, low);
+    base = one_of(lattice, _mm256_xor_ps(below * step, _mm256_set1_ps(-0.0f)), low);
   }
 };
 
@@ -343,11 +338,10 @@ struct Spot {
 
   template <int bits>
   static SN_LANES Spot of(__m256 base, __m256 step) {
-    const __m256 inverse = _mm256_div_ps(_mm256_set1_ps(1.0f), step);
-    return {base, _mm256_mul_ps(inverse, _mm256_set1_ps(1 << fraction_of(bits)))};
+    return {base, _mm256_set1_ps(1.0f) / step * _mm256_set1_ps(1 << fraction_of(bits))};
   }
   SN_LANES __m256i steps(__m256 values) const {
-    return _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_sub_ps(values, base), inverse));
+    return _mm256_cvtps_epi32((values - base) * inverse);
   }
 };
 

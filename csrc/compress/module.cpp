@@ -9,7 +9,6 @@
 #include <new>
 #include <vector>
 
-#include "fourier.h"
 #include "groups.h"
 #include "half.h"
 #include "record.h"
@@ -37,15 +36,17 @@ int layout_of(PyObject* numbers, void* to) {
   return 1;
 }
 
-// The number of rows, or -1 with an exception set if the buffers do not belong together.
-int64_t rows_of(const Buffer& words, const Buffer& floats, const sn::Layout& layout) {
+// The number of records, of which each has so many values and, where there is one, a row of memory; or
+// -1 with an exception set.
+int64_t rows_of(const Buffer& words, const Buffer& values, int64_t each, const sn::Layout& layout,
+                const Buffer& memory = {}) {
   const int64_t rows = words.bytes() / (4 * layout.words);
-  if (words.bytes() != rows * layout.words * 4 || floats.bytes() != rows * layout.floats() * 4) {
-    PyErr_Format(PyExc_ValueError, "%zd bytes of records and %zd of coefficients do not match",
-                 words.bytes(), floats.bytes());
-    return -1;
-  }
-  return rows;
+  if (words.bytes() == 4 * rows * layout.words && values.bytes() == 4 * rows * each &&
+      (!memory || memory.bytes() == 4 * rows * layout.floats()))
+    return rows;
+  PyErr_Format(PyExc_ValueError, "%zd bytes of records, %zd of values, %zd of memory do not match",
+               words.bytes(), values.bytes(), memory.bytes());
+  return -1;
 }
 
 PyObject* tally_of(const sn::Tally& tally) {
@@ -78,11 +79,8 @@ PyObject* encode(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "O&O&O&O&dL", Buffer::out, &floats, Buffer::out_or_none, &memory,
                         Buffer::out, &words, layout_of, &layout, &decay, &top))
     return nullptr;
-  const int64_t rows = rows_of(words, floats, layout);
+  const int64_t rows = rows_of(words, floats, layout.floats(), layout, memory);
   if (rows < 0) return nullptr;
-  if (memory && memory.bytes() != floats.bytes())
-    return PyErr_Format(PyExc_ValueError, "memory has %zd bytes, the coefficients %zd",
-                        memory.bytes(), floats.bytes());
   sn::Tally tally;
   const bool done = sn::unlocked([&] {
     tally = sn::encode_records(floats.as<float>(), memory.as<float>(), words.as<uint32_t>(), rows,
@@ -98,7 +96,7 @@ PyObject* decode(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "O&O&O&d", Buffer::in, &words, Buffer::out, &accum, layout_of,
                         &layout, &weight))
     return nullptr;
-  const int64_t rows = rows_of(words, accum, layout);
+  const int64_t rows = rows_of(words, accum, layout.floats(), layout);
   if (rows < 0) return nullptr;
   int64_t damaged = -1;
   const bool done = sn::unlocked([&] {
@@ -110,9 +108,10 @@ PyObject* decode(PyObject*, PyObject* args) {
 
 // Whether blocks of this length, in such spans, have a Fourier with these roots; if not, an exception
 // is set.
-bool fourier_fits(int64_t block, int64_t span, const Buffer& roots) {
-  if (span >= sn::Fourier::kShortest && span <= sn::Fourier::kLongest && (span & (span - 1)) == 0 &&
-      block >= span && block % span == 0 && roots.bytes() == 4 * sn::Fourier::roots_of(span))
+bool fourier_fits(int64_t block, int64_t parts, int64_t span, const Buffer& roots) {
+  if (parts == 2 && span >= sn::Fourier::kShortest && span <= sn::Fourier::kLongest &&
+      (span & (span - 1)) == 0 && block >= span && block % span == 0 &&
+      roots.bytes() == 4 * sn::Fourier::roots_of(span))
     return true;
   PyErr_Format(PyExc_ValueError,
                "%zd bytes of roots for blocks of %lld floats in spans of %lld do not match",
@@ -128,7 +127,7 @@ PyObject* fourier(PyObject*, PyObject* args) {
     return nullptr;
   Buffer values, bins, roots;
   if (!values.take(values_arg, back) || !bins.take(bins_arg, !back) ||
-      !roots.take(roots_arg, false) || !fourier_fits(block, span, roots))
+      !roots.take(roots_arg, false) || !fourier_fits(block, 2, span, roots))
     return nullptr;
   const int64_t rows = values.bytes() / (4 * block);
   if (values.bytes() != rows * block * 4 || bins.bytes() != rows * (block + 2) * 4)
@@ -144,17 +143,6 @@ PyObject* fourier(PyObject*, PyObject* args) {
   });
 }
 
-// Whether `values` are the rows of these records; if not, an exception is set.
-bool values_match(const Buffer& values, const Buffer& words, const sn::Layout& layout,
-                  int64_t rows) {
-  if (layout.parts == 2 && words.bytes() == rows * layout.words * 4 &&
-      values.bytes() == rows * layout.block * 4)
-    return true;
-  PyErr_Format(PyExc_ValueError, "%zd bytes of records and %zd of values do not match",
-               words.bytes(), values.bytes());
-  return false;
-}
-
 PyObject* encode_blocks(PyObject*, PyObject* args) {
   Buffer values, memory, words, roots;
   sn::Layout layout;
@@ -163,13 +151,10 @@ PyObject* encode_blocks(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "O&O&O&O&dLLO&", Buffer::in, &values, Buffer::out_or_none, &memory,
                         Buffer::out, &words, layout_of, &layout, &decay, &top, &span, Buffer::in,
                         &roots) ||
-      !fourier_fits(layout.block, span, roots))
+      !fourier_fits(layout.block, layout.parts, span, roots))
     return nullptr;
-  const int64_t rows = words.bytes() / (4 * layout.words);
-  if (!values_match(values, words, layout, rows)) return nullptr;
-  if (memory && memory.bytes() != rows * layout.floats() * 4)
-    return PyErr_Format(PyExc_ValueError, "memory has %zd bytes for %lld rows", memory.bytes(),
-                        static_cast<long long>(rows));
+  const int64_t rows = rows_of(words, values, layout.block, layout, memory);
+  if (rows < 0) return nullptr;
   sn::Tally tally;
   const bool done = sn::unlocked([&] {
     tally = sn::encode_blocks(values.as<const float>(), memory.as<float>(), words.as<uint32_t>(),
@@ -187,7 +172,7 @@ PyObject* decode_blocks(PyObject*, PyObject* args) {
   long long span;
   if (!PyArg_ParseTuple(args, "O!O&O&dLO&", &PyTuple_Type, &payloads_arg, Buffer::out, &values,
                         layout_of, &layout, &weight, &span, Buffer::in, &roots) ||
-      !fourier_fits(layout.block, span, roots))
+      !fourier_fits(layout.block, layout.parts, span, roots))
     return nullptr;
   const int64_t rows = values.bytes() / (4 * layout.block);
   const Py_ssize_t count = PyTuple_GET_SIZE(payloads_arg);
@@ -195,7 +180,7 @@ PyObject* decode_blocks(PyObject*, PyObject* args) {
   std::vector<const uint32_t*> payloads;
   for (Py_ssize_t i = 0; i < count; ++i) {
     if (!records[i].take(PyTuple_GET_ITEM(payloads_arg, i), false) ||
-        !values_match(values, records[i], layout, rows))
+        rows_of(records[i], values, layout.block, layout) < 0)
       return nullptr;
     payloads.push_back(records[i].as<const uint32_t>());
   }
@@ -226,14 +211,22 @@ PyObject* through_half(PyObject*, PyObject* args) {
   });
 }
 
-// Converters for "O&": floats by the name of their type, and a form that runs here by its own.
-int floats_of(PyObject* name, void* to) {
-  const char* const names[] = {"float32", "float16", "bfloat16"};  // in the order of sn::Floats
-  for (int i = 0; PyUnicode_Check(name) && i < 3; ++i)
+// Whether this is one of `names`, whose place is then the value of `to`.
+template <typename Enum, size_t count>
+bool named(PyObject* name, const char* const (&names)[count], void* to) {
+  for (size_t i = 0; PyUnicode_Check(name) && i < count; ++i)
     if (PyUnicode_CompareWithASCIIString(name, names[i]) == 0) {
-      *static_cast<sn::Floats*>(to) = static_cast<sn::Floats>(i);
-      return 1;
+      *static_cast<Enum*>(to) = static_cast<Enum>(i);
+      return true;
     }
+  return false;
+}
+
+// Converters for "O&".
+const char* const kFloats[] = {"float32", "float16", "bfloat16"};  // in the order of sn::Floats
+
+int floats_of(PyObject* name, void* to) {
+  if (named<sn::Floats>(name, kFloats, to)) return 1;
   return PyErr_Format(PyExc_ValueError, "got floats of type %S", name) != nullptr;
 }
 
@@ -242,12 +235,7 @@ Py_ssize_t bytes_of(sn::Floats kind) { return kind == sn::Floats::kSingle ? 4 : 
 const char* const kForms[] = {"", "plain", "avx2", "avx512"};  // in the order of sn::Form
 
 int form_of(PyObject* name, void* to) {
-  for (int i = 0; PyUnicode_Check(name) && i < 4; ++i)
-    if (const auto form = static_cast<sn::Form>(i);
-        PyUnicode_CompareWithASCIIString(name, kForms[i]) == 0 && sn::form_runs(form)) {
-      *static_cast<sn::Form*>(to) = form;
-      return 1;
-    }
+  if (named<sn::Form>(name, kForms, to) && sn::form_runs(*static_cast<sn::Form*>(to))) return 1;
   return PyErr_Format(PyExc_ValueError, "no form %S on this processor", name) != nullptr;
 }
 
@@ -324,12 +312,14 @@ PyObject* pack_groups(PyObject*, PyObject* args) {
         sn::pack_groups(values.as<const void>(), kind, a.runs(), grid, form, packed, escapes);
       }))
     return nullptr;
-  const auto number = static_cast<Py_ssize_t>(escapes.at.size());
-  // Not "y#": that makes None of an empty vector's null pointer.
-  const auto* at = reinterpret_cast<const char*>(escapes.at.data());
-  const auto* lost = reinterpret_cast<const char*>(escapes.values.data());
-  return Py_BuildValue("NNL", PyBytes_FromStringAndSize(at, 8 * number),
-                       PyBytes_FromStringAndSize(lost, 4 * number),
+  const auto number = static_cast<Py_ssize_t>(escapes.found.size());
+  PyObject* const at = PyBytes_FromStringAndSize(nullptr, 8 * number);
+  PyObject* const lost = PyBytes_FromStringAndSize(nullptr, 4 * number);
+  for (Py_ssize_t i = 0; at && lost && i < number; ++i) {
+    std::memcpy(PyBytes_AS_STRING(at) + 8 * i, &escapes.found[i].at, 8);
+    std::memcpy(PyBytes_AS_STRING(lost) + 4 * i, &escapes.found[i].value, 4);
+  }
+  return Py_BuildValue("NNL", at, lost,
                        static_cast<long long>(escapes.zeros));
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "lanes.h"
@@ -12,11 +13,12 @@
 // every access: such code takes a compiler ten times as long then, and no sum stays in a register.
 #if defined(__SANITIZE_ADDRESS__)
 #define SN_UNROLL
-#define SN_INLINE inline
+#define SN_INSIDE
 #else
 #define SN_UNROLL _Pragma("GCC unroll 16")
-#define SN_INLINE inline __attribute__((always_inline))
+#define SN_INSIDE __attribute__((always_inline))
 #endif
+#define SN_INLINE SN_INSIDE inline
 
 namespace sn {
 namespace {
@@ -105,14 +107,13 @@ SN_INLINE void rows_block(const float* const* rows, int64_t chunks, const float*
     SN_UNROLL for (int i = 0; i < Rows; i += 4) fold(&total[j][i], &sums[j][i]);
 }
 
-template <int Width, int Rows, int Some>
-SN_INLINE void some_rows(int64_t count, const float* const* rows, int64_t chunks,
-                         const float* rest, const float* factor, float (*sums)[Rows]) {
-  if constexpr (Some > 1) {
-    if (count < Some)
-      return some_rows<Width, Rows, Some - 1>(count, rows, chunks, rest, factor, sums);
+// work(count), where count is 1 to Most, as a constant.
+template <int Most, typename Work>
+SN_INLINE void with_constant(int64_t count, const Work& work) {
+  if constexpr (Most > 1) {
+    if (count < Most) return with_constant<Most - 1>(count, work);
   }
-  rows_block<Width, Rows, Some>(rows, chunks, rest, factor, sums);
+  work(std::integral_constant<int, Most>{});
 }
 
 // Directions are taken in blocks of about equal size: where one begins.
@@ -156,8 +157,10 @@ SN_INLINE void times_rows_by(const Matrix<const float>& matrix, const Matrix<con
       const int64_t first = block_start(block, blocks, factor.rows);
       const int64_t some = block_start(block + 1, blocks, factor.rows) - first;
       float found[Most][Rows];
-      some_rows<Width, Rows, Most>(some, rows, chunks, over ? rest : nullptr,
-                                   turned + first * length, found);
+      with_constant<Most>(some, [&](auto constant) SN_INSIDE {
+        rows_block<Width, Rows, constant>(rows, chunks, over ? rest : nullptr,
+                                          turned + first * length, found);
+      });
       for (int64_t own = 0; own < some; ++own)
         std::copy_n(found[own], here, sums.at + (first + own) * sums.stride + i);
     }
@@ -183,18 +186,6 @@ SN_INLINE void columns_block(const float* matrix, int64_t stride, int64_t rows,
   }
   SN_UNROLL for (int j = 0; j < Some; ++j)
     SN_UNROLL for (int w = 0; w < Wide; ++w) total[j][w].store(sums + j * sums_stride + w * kLanes);
-}
-
-template <int Width, int Wide, int Some>
-SN_INLINE void some_columns(int64_t count, const float* matrix, int64_t stride, int64_t rows,
-                            const float* factor, int64_t factor_stride, float* sums,
-                            int64_t sums_stride, bool fresh) {
-  if constexpr (Some > 1) {
-    if (count < Some)
-      return some_columns<Width, Wide, Some - 1>(count, matrix, stride, rows, factor, factor_stride, sums,
-                                          sums_stride, fresh);
-  }
-  columns_block<Width, Some, Wide>(matrix, stride, rows, factor, factor_stride, sums, sums_stride, fresh);
 }
 
 template <int Width, int Most, int Wide>
@@ -223,14 +214,18 @@ SN_INLINE void times_columns_by(const Matrix<const float>& matrix,
         const float* with = factor.at + first * factor.stride + i;
         float* to = found + first * sums.stride;
         if (wide == Wide * kLanes) {
-          some_columns<Width, Wide, Most>(count, own, stride, here, with, factor.stride, to,
-                                          sums.stride, !i);
+          with_constant<Most>(count, [&](auto constant) SN_INSIDE {
+            columns_block<Width, constant, Wide>(own, stride, here, with, factor.stride, to,
+                                                 sums.stride, !i);
+          });
           continue;
         }
         for (int64_t j = 0; i && j < count; ++j)
           std::copy_n(to + j * sums.stride, wide, some + j * kLanes);
-        some_columns<Width, 1, Most>(count, own, stride, here, with, factor.stride, some, kLanes,
-                                     !i);
+        with_constant<Most>(count, [&](auto constant) SN_INSIDE {
+          columns_block<Width, constant, 1>(own, stride, here, with, factor.stride, some, kLanes,
+                                            !i);
+        });
         for (int64_t j = 0; j < count; ++j)
           std::copy_n(some + j * kLanes, wide, to + j * sums.stride);
       }
@@ -322,21 +317,14 @@ struct Kernel {
 
 // Those of an instruction set: the width of its registers, and rows, directions and columns at a time
 // that these hold.
-#define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide)  \
-  target void name##_rows(const Matrix<const float>& matrix, const Matrix<const float>& factor,   \
-                          const Matrix<float>& sums, const float* turned) {                       \
-    times_rows_by<width, rows, rows_most>(matrix, factor, sums, turned);                          \
+#define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide) \
+  template <auto product, typename... Args>                                                       \
+  target void name##_in(Args... args) {                                                           \
+    product(args...);                                                                             \
   }                                                                                               \
-  target void name##_columns(const Matrix<const float>& matrix, const Matrix<const float>& factor, \
-                             const Matrix<float>& sums) {                                         \
-    times_columns_by<width, columns_most, columns_wide>(matrix, factor, sums);                    \
-  }                                                                                               \
-  target void name##_outer(const Matrix<const float>& left, const Matrix<const float>& right,     \
-                           const Matrix<float>& matrix, bool subtract, const float* turned,       \
-                           float* fours) {                                                        \
-    outer_by<width, outer_wide>(left, right, matrix, subtract, turned, fours);                    \
-  }                                                                                               \
-  constexpr Kernel name = {rows_most, name##_rows, name##_columns, name##_outer};
+  constexpr Kernel name = {rows_most, name##_in<times_rows_by<width, rows, rows_most>>,           \
+                           name##_in<times_columns_by<width, columns_most, columns_wide>>,        \
+                           name##_in<outer_by<width, outer_wide>>};
 
 SN_PRODUCTS(plain, , 4, 4, 1, 2, 1, 1)
 #if defined(__x86_64__) && defined(__GNUC__)

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "codes.h"
-#include "fourier.h"
 #include "pack.h"
 #include "select.h"
+#include "spectrum.h"
 
 namespace sn {
 namespace {

@@ -17,7 +17,7 @@ SN_DEVICE u32 share_of_frame(const Sheet& sheet, const u32* words, const u32* po
 }
 
 // Header but for its counts, zeros behind the records, no counts yet.
-SN_DEVICE void open_payload(const Threads& block, const Sheet& sheet) {
+SN_DEVICE void open_payload(const Threads& block, const Sheet& sheet, int, const u32*) {
   u32* words = pointer<u32>(sheet.buffer);
   block.each([&](int t) {
     if (t < 6) words[t] = sheet.header[t];
@@ -26,7 +26,7 @@ SN_DEVICE void open_payload(const Threads& block, const Sheet& sheet) {
   });
 }
 
-SN_DEVICE void seal_payload(const Threads& block, const Sheet& sheet, const u32* powers) {
+SN_DEVICE void seal_payload(const Threads& block, const Sheet& sheet, int, const u32* powers) {
   u32* words = pointer<u32>(sheet.buffer);
   u64* totals = pointer<u64>(sheet.totals);
   block.each([&](int t) {
@@ -41,7 +41,7 @@ SN_DEVICE void seal_payload(const Threads& block, const Sheet& sheet, const u32*
   });
 }
 
-SN_DEVICE void open_check(const Threads& block, const Sheet& sheet, int ranks) {
+SN_DEVICE void open_check(const Threads& block, const Sheet& sheet, int ranks, const u32*) {
   block.each([&](int t) {
     for (int rank = t; rank < ranks; rank += kThreads) pointer<u64>(sheet.totals)[rank] = 0;
   });
@@ -74,49 +74,26 @@ SN_DEVICE void check_payload(const Threads& block, const Sheet& sheet, int ranks
 
 }  // namespace sn
 
+// Four kernels alike, with a block of threads for each payload.
 #ifdef SN_HOST
 #include "host.h"
 
-namespace {
-template <typename Body>
-void sheets(i64 count, int order, Body body) {
-  sn::run<sn::kThreads, int>(count, order, 0,
-                   [&](const sn::Threads& block, int&, u32*) { body(block, block.index()); });
-}
-}  // namespace
-
-extern "C" void open_payloads(i64 count, int order, const sn::Sheets* table) {
-  sheets(count, order, [&](const auto& block, i64 i) { sn::open_payload(block, table->at[i]); });
-}
-extern "C" void seal_payloads(i64 count, int order, const sn::Sheets* table, const u32* powers) {
-  sheets(count, order,
-         [&](const auto& block, i64 i) { sn::seal_payload(block, table->at[i], powers); });
-}
-extern "C" void open_checks(i64 count, int order, const sn::Sheets* table, int ranks) {
-  sheets(count, order,
-         [&](const auto& block, i64 i) { sn::open_check(block, table->at[i], ranks); });
-}
-extern "C" void check_payloads(i64 count, int order, const sn::Sheets* table, int ranks,
-                               const u32* powers) {
-  sheets(count, order,
-         [&](const auto& block, i64 i) { sn::check_payload(block, table->at[i], ranks, powers); });
-}
-
+#define SN_KERNEL(name, body)                                                                       \
+  extern "C" void name(i64 count, int order, const sn::Sheets* table, int ranks,                    \
+                       const u32* powers) {                                                         \
+    sn::run<sn::kThreads, int>(count, order, 0, [&](const sn::Threads& block, int&, u32*) {         \
+      sn::body(block, table->at[block.index()], ranks, powers);                                     \
+    });                                                                                             \
+  }
 #else
-
-extern "C" __global__ void open_payloads(const __grid_constant__ sn::Sheets table) {
-  sn::open_payload(sn::Threads(), table.at[blockIdx.x]);
-}
-extern "C" __global__ void seal_payloads(const __grid_constant__ sn::Sheets table,
-                                         const u32* powers) {
-  sn::seal_payload(sn::Threads(), table.at[blockIdx.x], powers);
-}
-extern "C" __global__ void open_checks(const __grid_constant__ sn::Sheets table, int ranks) {
-  sn::open_check(sn::Threads(), table.at[blockIdx.x], ranks);
-}
-extern "C" __global__ void check_payloads(const __grid_constant__ sn::Sheets table, int ranks,
-                                          const u32* powers) {
-  sn::check_payload(sn::Threads(), table.at[blockIdx.x], ranks, powers);
-}
-
+#define SN_KERNEL(name, body)                                                                       \
+  extern "C" __global__ void name(const __grid_constant__ sn::Sheets table, int ranks,              \
+                                  const u32* powers) {                                              \
+    sn::body(sn::Threads(), table.at[blockIdx.x], ranks, powers);                                   \
+  }
 #endif
+
+SN_KERNEL(open_payloads, open_payload)
+SN_KERNEL(seal_payloads, seal_payload)
+SN_KERNEL(open_checks, open_check)
+SN_KERNEL(check_payloads, check_payload)

@@ -133,19 +133,14 @@ float square_scale(uint32_t peak) {
   return from_bits((254 - std::min(peak >> 23, 253u)) << 23);
 }
 
-SN_CLONES void complex_keys(const float* row, float scale, int32_t* keys, int64_t bins) {
-  for (int64_t i = 0; i < bins; ++i) keys[i] = complex_key(row + 2 * i, scale);
-}
-
-SN_CLONES void real_keys(const float* row, int32_t* keys, int64_t bins) {
-  for (int64_t i = 0; i < bins; ++i) keys[i] = real_key(row[i]);
+template <bool complex>
+SN_CLONES void keys_of(const float* row, float scale, int32_t* keys, int64_t bins) {
+  for (int64_t i = 0; i < bins; ++i)
+    keys[i] = complex ? complex_key(row + 2 * i, scale) : real_key(row[i]);
 }
 
 void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys, int64_t bins) {
-  if (parts == 2)
-    complex_keys(row, scale, keys, bins);
-  else
-    real_keys(row, keys, bins);
+  parts == 2 ? keys_of<true>(row, scale, keys, bins) : keys_of<false>(row, scale, keys, bins);
 }
 
 double squares(const int32_t* keys, float scale, int64_t parts, int64_t bins) {

@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdint>
 #include <memory>
-#include <new>
 
 #include "annealing.h"
 #include "buffers.h"
@@ -23,35 +22,20 @@ struct Bench {
   bool busy = false;
 };
 
-// Other threads of Python run meanwhile, and must not come in here.
-class Turn {
- public:
-  explicit Turn(Bench* bench) : bench_(bench->busy ? nullptr : bench) {
-    if (bench_)
-      bench_->busy = true;
-    else
-      PyErr_SetString(PyExc_RuntimeError, "another thread plans with these tables; make your own");
-  }
-  ~Turn() {
-    if (bench_) bench_->busy = false;
-  }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
-  explicit operator bool() const { return bench_ != nullptr; }
-
- private:
-  Bench* bench_;
-};
-
-void free_bench(PyObject* capsule) {
-  delete static_cast<Bench*>(PyCapsule_GetPointer(capsule, kTables));
+// work(bench) at the bench of a capsule. Other threads of Python run meanwhile, and must not come in.
+template <class Work>
+PyObject* at_bench(PyObject* capsule, const Work& work) {
+  auto* bench = static_cast<Bench*>(PyCapsule_GetPointer(capsule, kTables));
+  if (!bench) return nullptr;
+  if (bench->busy)
+    return PyErr_Format(PyExc_RuntimeError, "another thread plans with these tables; make your own");
+  bench->busy = true;
+  PyObject* made = guarded([&] { return work(*bench); });
+  bench->busy = false;
+  return made;
 }
 
-Bench* bench_of(PyObject* capsule) {
-  return static_cast<Bench*>(PyCapsule_GetPointer(capsule, kTables));
-}
-
-bool wrong(const char* what) {
+bool unsuited(const char* what) {
   PyErr_Format(PyExc_ValueError, "%s do not suit the graph", what);
   return false;
 }
@@ -64,17 +48,17 @@ bool ragged(PyObject* counts_arg, PyObject* items_arg, size_t rows, int64_t boun
   out->start.assign(1, 0);
   for (int64_t count : counts) {
     if (count < 0 || count > static_cast<int64_t>(out->items.size()) - out->start.back())
-      return wrong("rows");
+      return unsuited("rows");
     out->start.push_back(out->start.back() + static_cast<int32_t>(count));
   }
   bool whole = static_cast<size_t>(out->start.back()) == out->items.size();
-  return counts.count() == rows && whole ? true : wrong("rows");
+  return counts.count() == rows && whole ? true : unsuited("rows");
 }
 
 bool column(PyObject* arg, size_t count, int64_t bound, std::vector<int32_t>* out) {
   Integers values;
   if (!values.take(arg) || !values.indices(out, bound)) return false;
-  return out->size() == count ? true : wrong("columns");
+  return out->size() == count ? true : unsuited("columns");
 }
 
 // Small numbers below `bound`; without one, flags.
@@ -89,7 +73,7 @@ bool sizes(PyObject* arg, size_t count, std::vector<int64_t>* out) {
   Integers values;
   if (!values.take(arg)) return false;
   out->assign(values.begin(), values.end());
-  return out->size() == count ? true : wrong("sizes");
+  return out->size() == count ? true : unsuited("sizes");
 }
 
 // Doubles come as a buffer of eight bytes each, like everything else.
@@ -103,25 +87,25 @@ bool doubles(PyObject* arg, std::vector<double>* out) {
 
 // The holes of a storage are `first[s]` to `first[s + 1]`, in the order of its uses.
 bool consistent(const Tables& t) {
-  if (t.first.front() != 0 || t.first.back() != t.holes()) return wrong("holes");
+  if (t.first.front() != 0 || t.first.back() != t.holes()) return unsuited("holes");
   for (int32_t s = 0; s < t.storages(); ++s) {
-    if (t.first[s] > t.first[s + 1]) return wrong("holes");
+    if (t.first[s] > t.first[s + 1]) return unsuited("holes");
     for (int32_t hole = t.first[s]; hole < t.first[s + 1]; ++hole)
-      if (t.storage[hole] != s || t.start[hole] >= t.end[hole]) return wrong("holes");
+      if (t.storage[hole] != s || t.start[hole] >= t.end[hole]) return unsuited("holes");
   }
   std::vector<int32_t> uses(t.storages(), 0);
   for (int32_t storage : t.touched.items) ++uses[storage];
   for (int32_t s = 0; s < t.storages(); ++s)
-    if (uses[s] != t.first[s + 1] - t.first[s]) return wrong("uses");
+    if (uses[s] != t.first[s + 1] - t.first[s]) return unsuited("uses");
   return true;
 }
 
 bool read_choice(PyObject* arg, const Tables& t, Choice* out) {
   Integers values;
   if (!values.take(arg)) return false;
-  if (values.count() != static_cast<size_t>(t.holes())) return wrong("choices");
+  if (values.count() != static_cast<size_t>(t.holes())) return unsuited("choices");
   for (int64_t held : values)
-    if (held < kKeep || held > t.ops()) return wrong("choices");
+    if (held < kKeep || held > t.ops()) return unsuited("choices");
   out->assign(values.begin(), values.end());
   return true;
 }
@@ -129,12 +113,12 @@ bool read_choice(PyObject* arg, const Tables& t, Choice* out) {
 bool read_moves(PyObject* arg, const Tables& t, std::vector<Move>* out) {
   Integers values;
   if (!values.take(arg)) return false;
-  if (values.count() % 3) return wrong("moves");
+  if (values.count() % 3) return unsuited("moves");
   std::vector<char> seen(t.holes(), 0);
   for (const int64_t* at = values.begin(); at != values.end(); at += 3) {
     bool known = at[0] >= 0 && at[0] < t.holes() && !seen[at[0]];
     if (!known || at[1] < t.start[at[0]] || at[1] >= at[2] || at[2] > t.end[at[0]])
-      return wrong("moves");
+      return unsuited("moves");
     seen[at[0]] = 1;
     out->push_back({static_cast<int32_t>(at[0]), static_cast<int32_t>(at[1]),
                     static_cast<int32_t>(at[2])});
@@ -144,7 +128,7 @@ bool read_moves(PyObject* arg, const Tables& t, std::vector<Move>* out) {
 
 bool write_choice(PyObject* arg, const Choice& choice) {
   Integers out;
-  if (!out.take(arg, true) || out.count() != choice.size()) return wrong("choices");
+  if (!out.take(arg, true) || out.count() != choice.size()) return unsuited("choices");
   std::copy(choice.begin(), choice.end(), out.begin());
   return true;
 }
@@ -204,14 +188,20 @@ class Unlocked {
   std::chrono::steady_clock::time_point last_;
 };
 
-template <class Work>
-PyObject* guarded(Work work) {
-  try {
-    return work();
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
+// The work that search(late) took, which changes `choice` without the lock; -1 with an exception set.
+template <class Search>
+int64_t searched(Bench& bench, PyObject* until, PyObject* choice_arg, const Choice& choice,
+                 const Search& search) {
+  const int64_t before = bench.simulation->work;
+  {
+    Unlocked work(until, *bench.simulation);
+    search(work.late());
   }
+  if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return -1;
+  return bench.simulation->work - before;
 }
+
+PyObject* spent(int64_t work) { return work < 0 ? nullptr : PyLong_FromLongLong(work); }
 
 }  // namespace
 
@@ -232,10 +222,8 @@ PyObject* tables(PyObject*, PyObject* args) {
     if (!sized.take(bytes) || !doubles(seconds, &t.seconds) || !gapped.take(storage))
       return nullptr;
     size_t storages = sized.count(), ops = t.seconds.size(), holes = gapped.count();
-    if (storages >= (1u << 30) || ops >= (1u << 30) || holes >= (1u << 30)) {
-      wrong("sizes");
-      return nullptr;
-    }
+    if (storages >= (1u << 30) || ops >= (1u << 30) || holes >= (1u << 30))
+      return unsuited("sizes"), nullptr;
     auto all = static_cast<int64_t>(ops);
     t.base = base;
     auto held = static_cast<int64_t>(storages);
@@ -252,26 +240,20 @@ PyObject* tables(PyObject*, PyObject* args) {
         !consistent(t))
       return nullptr;
     bench->simulation = std::make_unique<Simulation>(t);
-    PyObject* capsule = PyCapsule_New(bench.get(), kTables, free_bench);
-    if (capsule) bench.release();
-    return capsule;
+    return capsule_of(std::move(bench), kTables);
   });
 }
 
 PyObject* simulate(PyObject*, PyObject* args) {
   PyObject *capsule, *choice_arg, *moves_arg;
   if (!PyArg_ParseTuple(args, "OOO", &capsule, &choice_arg, &moves_arg)) return nullptr;
-  Bench* bench = bench_of(capsule);
-  if (!bench) return nullptr;
-  return guarded([&]() -> PyObject* {
-    Turn turn(bench);
-    if (!turn) return nullptr;
+  return at_bench(capsule, [&](Bench& bench) -> PyObject* {
     Choice choice;
     std::vector<Move> moves;
-    if (!read_choice(choice_arg, bench->tables, &choice) ||
-        !read_moves(moves_arg, bench->tables, &moves))
+    if (!read_choice(choice_arg, bench.tables, &choice) ||
+        !read_moves(moves_arg, bench.tables, &moves))
       return nullptr;
-    Simulation& made = *bench->simulation;
+    Simulation& made = *bench.simulation;
     if (!made.run(choice, moves)) Py_RETURN_NONE;
     return Py_BuildValue("(NNNNNd)", bytes_of(made.ops), bytes_of(made.at),
                          bytes_of(made.intervals), bytes_of(made.live), bytes_of(made.host_copies),
@@ -280,121 +262,82 @@ PyObject* simulate(PyObject*, PyObject* args) {
 }
 
 PyObject* fit_choice(PyObject*, PyObject* args) {
-  PyObject *capsule, *choice_arg, *moves_arg, *factors_arg, *late;
+  PyObject *capsule, *choice_arg, *moves_arg, *factors_arg, *until;
   long long budget;
   double dear;
   int rounds;
   if (!PyArg_ParseTuple(args, "OOOOLdiO", &capsule, &choice_arg, &moves_arg, &factors_arg,
-                        &budget, &dear, &rounds, &late))
+                        &budget, &dear, &rounds, &until))
     return nullptr;
-  Bench* bench = bench_of(capsule);
-  if (!bench) return nullptr;
-  return guarded([&]() -> PyObject* {
-    Turn turn(bench);
-    if (!turn) return nullptr;
+  return at_bench(capsule, [&](Bench& bench) -> PyObject* {
     Choice choice;
     std::vector<Move> moves;
-    if (!read_choice(choice_arg, bench->tables, &choice) ||
-        !read_moves(moves_arg, bench->tables, &moves))
-      return nullptr;
     std::vector<double> factors;
-    if (!doubles(factors_arg, &factors)) return nullptr;
-    if (!factors.empty() && factors.size() != choice.size()) {
-      wrong("factors");
+    if (!read_choice(choice_arg, bench.tables, &choice) ||
+        !read_moves(moves_arg, bench.tables, &moves) || !doubles(factors_arg, &factors))
       return nullptr;
-    }
+    if (!factors.empty() && factors.size() != choice.size()) return unsuited("factors"), nullptr;
     bool found;
-    const int64_t before = bench->simulation->work;
-    {
-      Unlocked work(late, *bench->simulation);
-      found = fit(bench->tables, *bench->simulation, choice, moves, factors, budget, dear, rounds,
-                  work.late());
-    }
-    if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
-    return Py_BuildValue("(NL)", PyBool_FromLong(found),
-                         static_cast<long long>(bench->simulation->work - before));
+    const int64_t work = searched(bench, until, choice_arg, choice, [&](const Late& late) {
+      found = fit(bench.tables, *bench.simulation, choice, moves, factors, budget, dear, rounds,
+                  late);
+    });
+    if (work < 0) return nullptr;
+    return Py_BuildValue("(NL)", PyBool_FromLong(found), static_cast<long long>(work));
   });
 }
 
 PyObject* trim_choice(PyObject*, PyObject* args) {
-  PyObject *capsule, *choice_arg, *moves_arg, *order_arg, *late;
+  PyObject *capsule, *choice_arg, *moves_arg, *order_arg, *until;
   long long budget;
   int filtered;
   if (!PyArg_ParseTuple(args, "OOOOLpO", &capsule, &choice_arg, &moves_arg, &order_arg, &budget,
-                        &filtered, &late))
+                        &filtered, &until))
     return nullptr;
-  Bench* bench = bench_of(capsule);
-  if (!bench) return nullptr;
-  return guarded([&]() -> PyObject* {
-    Turn turn(bench);
-    if (!turn) return nullptr;
+  return at_bench(capsule, [&](Bench& bench) -> PyObject* {
     Choice choice;
     std::vector<Move> moves;
     std::vector<int32_t> order;
     Integers listed;
-    if (!read_choice(choice_arg, bench->tables, &choice) ||
-        !read_moves(moves_arg, bench->tables, &moves) || !listed.take(order_arg) ||
-        !listed.indices(&order, bench->tables.holes()))
+    if (!read_choice(choice_arg, bench.tables, &choice) ||
+        !read_moves(moves_arg, bench.tables, &moves) || !listed.take(order_arg) ||
+        !listed.indices(&order, bench.tables.holes()))
       return nullptr;
-    const int64_t before = bench->simulation->work;
-    {
-      Unlocked work(late, *bench->simulation);
-      trim(bench->tables, *bench->simulation, choice, moves, order, budget, filtered != 0,
-           work.late());
-    }
-    if (PyErr_Occurred() || !write_choice(choice_arg, choice)) return nullptr;
-    return PyLong_FromLongLong(bench->simulation->work - before);
+    return spent(searched(bench, until, choice_arg, choice, [&](const Late& late) {
+      trim(bench.tables, *bench.simulation, choice, moves, order, budget, filtered != 0, late);
+    }));
   });
 }
 
 PyObject* anneal_choice(PyObject*, PyObject* args) {
-  PyObject *capsule, *choice_arg, *moved_arg, *leaves_arg, *out_arg, *back_arg, *late;
+  PyObject *capsule, *choice_arg, *moved_arg, *leaves_arg, *out_arg, *back_arg, *until;
   long long budget, tries, pinned;
   unsigned long long seed;
   int recompute, wait;
-  Lanes lanes;
-  Settings settings;
+  double latency, warm, cold;
   if (!PyArg_ParseTuple(args, "OOOOLLKpp(dOOL)(dd)O", &capsule, &choice_arg, &moved_arg,
-                        &leaves_arg, &budget, &tries, &seed, &recompute, &wait, &lanes.latency,
-                        &out_arg, &back_arg, &pinned, &settings.warm, &settings.cold, &late))
+                        &leaves_arg, &budget, &tries, &seed, &recompute, &wait, &latency, &out_arg,
+                        &back_arg, &pinned, &warm, &cold, &until))
     return nullptr;
-  Bench* bench = bench_of(capsule);
-  if (!bench) return nullptr;
-  return guarded([&]() -> PyObject* {
-    Turn turn(bench);
-    if (!turn) return nullptr;
+  return at_bench(capsule, [&](Bench& bench) -> PyObject* {
+    Lanes lanes{latency, {}, {}, pinned};
+    const Settings settings{budget, tries, seed, recompute != 0, wait != 0, warm, cold};
     Choice choice;
     std::vector<char> moved, leaves;
-    if (!read_choice(choice_arg, bench->tables, &choice) ||
+    if (!read_choice(choice_arg, bench.tables, &choice) ||
         !flags(moved_arg, choice.size(), &moved, 2 + (kOut | kBack)) ||
         !flags(leaves_arg, choice.size(), &leaves) || !doubles(out_arg, &lanes.out) ||
         !doubles(back_arg, &lanes.back))
       return nullptr;
-    const size_t storages = static_cast<size_t>(bench->tables.storages());
-    if ((lanes.out.size() && lanes.out.size() != storages) || lanes.out.size() != lanes.back.size()) {
-      wrong("lanes");
-      return nullptr;
-    }
-    if (!(settings.warm > 0) || !(settings.cold > 0)) {
-      wrong("settings");
-      return nullptr;
-    }
-    lanes.pinned = pinned;
-    settings.budget = budget;
-    settings.tries = tries;
-    settings.seed = seed;
-    settings.recompute = recompute != 0;
-    settings.wait = wait != 0;
-    const int64_t before = bench->simulation->work;
-    {
-      Unlocked work(late, *bench->simulation);
-      anneal(bench->tables, *bench->simulation, lanes, settings, leaves, choice, moved,
-             work.late());
-    }
-    Choice away(moved.begin(), moved.end());
-    if (PyErr_Occurred() || !write_choice(choice_arg, choice) || !write_choice(moved_arg, away))
-      return nullptr;
-    return PyLong_FromLongLong(bench->simulation->work - before);
+    const size_t storages = static_cast<size_t>(bench.tables.storages());
+    if ((lanes.out.size() && lanes.out.size() != storages) || lanes.out.size() != lanes.back.size())
+      return unsuited("lanes"), nullptr;
+    if (!(warm > 0) || !(cold > 0)) return unsuited("settings"), nullptr;
+    const int64_t work = searched(bench, until, choice_arg, choice, [&](const Late& late) {
+      anneal(bench.tables, *bench.simulation, lanes, settings, leaves, choice, moved, late);
+    });
+    const Choice away(moved.begin(), moved.end());
+    return work < 0 || !write_choice(moved_arg, away) ? nullptr : spent(work);
   });
 }
 

@@ -4,7 +4,31 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <memory>
+#include <new>
+
 namespace sn {
+
+// What `work` returns; MemoryError where there is no room for it.
+template <class Work>
+PyObject* guarded(const Work& work) {
+  try {
+    return work();
+  } catch (const std::bad_alloc&) {
+    return PyErr_NoMemory();
+  }
+}
+
+// Holds what is made for as long as Python does. A name for each type: it is freed by it.
+template <class Made>
+PyObject* capsule_of(std::unique_ptr<Made> made, const char* name) {
+  const auto free = [](PyObject* capsule) {
+    delete static_cast<Made*>(PyCapsule_GetPointer(capsule, PyCapsule_GetName(capsule)));
+  };
+  PyObject* capsule = PyCapsule_New(made.get(), name, free);
+  if (capsule) made.release();
+  return capsule;
+}
 
 PyObject* tables(PyObject*, PyObject* args);
 PyObject* simulate(PyObject*, PyObject* args);

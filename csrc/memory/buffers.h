@@ -1,29 +1,24 @@
 // Python buffers as 64-bit integers.
 #pragma once
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
+#include "../compress/bindings.h"
+
 namespace sn {
 
-class Integers {
+class Integers : public Buffer {
  public:
-  ~Integers() {
-    if (view_.obj) PyBuffer_Release(&view_);
-  }
   bool take(PyObject* object, bool writable = false) {
-    if (PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
-      return false;
-    if (view_.len % 8 == 0) return true;
-    PyErr_Format(PyExc_ValueError, "%zd bytes are not 64-bit integers", view_.len);
+    if (!Buffer::take(object, writable)) return false;
+    if (bytes() % 8 == 0) return true;
+    PyErr_Format(PyExc_ValueError, "%zd bytes are not 64-bit integers", bytes());
     return false;
   }
-  size_t count() const { return static_cast<size_t>(view_.len) / 8; }
-  int64_t* begin() const { return static_cast<int64_t*>(view_.buf); }
+  size_t count() const { return static_cast<size_t>(bytes()) / 8; }
+  int64_t* begin() const { return as<int64_t>(); }
   int64_t* end() const { return begin() + count(); }
   // As 32-bit indices below `bound`; false with an exception set if one is not.
   bool indices(std::vector<int32_t>* out, int64_t bound) const {
@@ -35,9 +30,6 @@ class Integers {
     out->assign(begin(), end());
     return true;
   }
-
- private:
-  Py_buffer view_ = {};
 };
 
 }  // namespace sn

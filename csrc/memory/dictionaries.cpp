@@ -1,5 +1,3 @@
-#include <memory>
-#include <new>
 #include <vector>
 
 #include "bindings.h"
@@ -23,15 +21,11 @@ struct Contents {
   }
 };
 
-void free_contents(PyObject* capsule) {
-  delete static_cast<Contents*>(PyCapsule_GetPointer(capsule, kContents));
-}
-
 }  // namespace
 
 PyObject* contents(PyObject*, PyObject* list) {
   if (!PyList_Check(list)) return PyErr_Format(PyExc_TypeError, "expected a list of dictionaries");
-  try {
+  return guarded([&]() -> PyObject* {
     auto made = std::make_unique<Contents>();
     for (Py_ssize_t at = 0; at < PyList_GET_SIZE(list); ++at) {
       PyObject* dictionary = PyList_GET_ITEM(list, at);
@@ -47,12 +41,8 @@ PyObject* contents(PyObject*, PyObject* list) {
         made->values.push_back(value);
       }
     }
-    PyObject* capsule = PyCapsule_New(made.get(), kContents, free_contents);
-    if (capsule) made.release();
-    return capsule;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+    return capsule_of(std::move(made), kContents);
+  });
 }
 
 PyObject* unchanged(PyObject*, PyObject* args) {

@@ -24,8 +24,7 @@ enum class Words { kSingle, kHalf, kBrain, kByte };
 enum class Test { kAboveOrNan, kAbove, kSet };
 
 template <typename Word, Test test>
-__attribute__((always_inline)) inline void look(const Word* values, int64_t count, Word infinite,
-                                                uint8_t* found) {
+SN_CLONES void look_for(const Word* values, int64_t count, Word infinite, uint8_t* found) {
   using Signed = std::make_signed_t<Word>;
   const auto top = static_cast<Word>(static_cast<Word>(~Word{0}) >> 1);
   for (int64_t i = 0; i < count; ++i) {
@@ -40,17 +39,11 @@ __attribute__((always_inline)) inline void look(const Word* values, int64_t coun
   }
 }
 
-SN_CLONES void look_wide(const uint32_t* values, int64_t count, Test test, uint8_t* found) {
-  if (test == Test::kSet) look<uint32_t, Test::kSet>(values, count, 0x7F800000u, found);
-  else if (test == Test::kAbove) look<uint32_t, Test::kAbove>(values, count, 0x7F800000u, found);
-  else look<uint32_t, Test::kAboveOrNan>(values, count, 0x7F800000u, found);
-}
-
-SN_CLONES void look_narrow(const uint16_t* values, int64_t count, uint16_t infinite, Test test,
-                           uint8_t* found) {
-  if (test == Test::kSet) look<uint16_t, Test::kSet>(values, count, infinite, found);
-  else if (test == Test::kAbove) look<uint16_t, Test::kAbove>(values, count, infinite, found);
-  else look<uint16_t, Test::kAboveOrNan>(values, count, infinite, found);
+template <typename Word>
+void look(const Word* values, int64_t count, Word infinite, Test test, uint8_t* found) {
+  if (test == Test::kSet) look_for<Word, Test::kSet>(values, count, infinite, found);
+  else if (test == Test::kAbove) look_for<Word, Test::kAbove>(values, count, infinite, found);
+  else look_for<Word, Test::kAboveOrNan>(values, count, infinite, found);
 }
 
 SN_CLONES void look_byte(const uint8_t* values, int64_t count, uint8_t* found) {
@@ -67,34 +60,32 @@ SN_CLONES void spread_all(const uint8_t* bits, int64_t bytes, uint8_t* out) {
 }
 
 template <typename Word>
-__attribute__((always_inline)) inline void keep(const Word* from, Word value, const uint8_t* on,
-                                                int64_t count, Word* to) {
-  if (from)
-    for (int64_t i = 0; i < count; ++i) to[i] = from[i] & static_cast<Word>(-static_cast<Word>(on[i]));
-  else
-    for (int64_t i = 0; i < count; ++i) to[i] = value & static_cast<Word>(-static_cast<Word>(on[i]));
+SN_CLONES void keep_each(const Word* from, const uint8_t* on, int64_t count, Word* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i] & static_cast<Word>(-static_cast<Word>(on[i]));
 }
 
-SN_CLONES void keep8(const uint64_t* from, uint64_t value, const uint8_t* on, int64_t count,
-                     uint64_t* to) {
-  keep(from, value, on, count, to);
-}
-SN_CLONES void keep4(const uint32_t* from, uint32_t value, const uint8_t* on, int64_t count,
-                     uint32_t* to) {
-  keep(from, value, on, count, to);
-}
-SN_CLONES void keep2(const uint16_t* from, uint16_t value, const uint8_t* on, int64_t count,
-                     uint16_t* to) {
-  keep(from, value, on, count, to);
-}
-SN_CLONES void keep1(const uint8_t* from, uint8_t value, const uint8_t* on, int64_t count,
-                     uint8_t* to) {
-  keep(from, value, on, count, to);
-}
-
-// How many words are neither zero, with either sign, nor `value`.
 template <typename Word>
-__attribute__((always_inline)) inline int64_t others(const Word* values, int64_t count, Word value) {
+SN_CLONES void keep_one(Word value, const uint8_t* on, int64_t count, Word* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = value & static_cast<Word>(-static_cast<Word>(on[i]));
+}
+
+// Values, or one where `values` is null, whose bit is set; else 0.
+template <typename Word>
+void spread_words(const uint8_t* bits, const Word* values, uint64_t value, int64_t count, Word* to) {
+  uint8_t on[kRun];
+  for (int64_t i = 0; i < count; i += kRun) {
+    const int64_t here = std::min(kRun, count - i);
+    spread_all(bits + i / 8, (here + 7) / 8, on);
+    if (values)
+      keep_each(values + i, on, here, to + i);
+    else
+      keep_one(static_cast<Word>(value), on, here, to + i);
+  }
+}
+
+// Whether words are neither zero, with either sign, nor `value`.
+template <typename Word>
+SN_CLONES int64_t others(const Word* values, int64_t count, Word value) {
   Word found = 0;
   for (int64_t i = 0; i < count; ++i) {
     const Word word = values[i];
@@ -104,22 +95,15 @@ __attribute__((always_inline)) inline int64_t others(const Word* values, int64_t
   return found;
 }
 
-SN_CLONES int64_t others4(const uint32_t* values, int64_t count, uint32_t value) {
-  return others(values, count, value);
-}
-SN_CLONES int64_t others2(const uint16_t* values, int64_t count, uint16_t value) {
-  return others(values, count, value);
-}
-
 // The first word that is not zero, 0 if all are; -1 if a word after it is neither zero nor it.
-template <typename Word, typename Others>
-int64_t second_value(const Word* values, int64_t count, Others others_than) {
+template <typename Word>
+int64_t second_value(const Word* values, int64_t count) {
   int64_t i = 0;
   while (i < count && static_cast<Word>(values[i] << 1) == 0) ++i;
   if (i == count) return 0;
   const Word value = values[i];
   for (; i < count; i += kRun)
-    if (others_than(values + i, std::min(kRun, count - i), value)) return -1;
+    if (others(values + i, std::min(kRun, count - i), value)) return -1;
   return value;
 }
 
@@ -146,99 +130,78 @@ bool suits(int64_t count, const Buffer& bits) {
 }  // namespace
 
 PyObject* pack_mask(PyObject*, PyObject* args) {
-  PyObject *values_arg, *bits_arg;
+  Buffer values, bits;
   const char* name;
   int asked;
   Words kind;
   int64_t width;
-  if (!PyArg_ParseTuple(args, "OsiO", &values_arg, &name, &asked, &bits_arg) ||
+  if (!PyArg_ParseTuple(args, "O&siO&", Buffer::in, &values, &name, &asked, Buffer::out, &bits) ||
       !kind_of(name, kind, width))
     return nullptr;
-  Buffer values, bits;
-  if (!values.take(values_arg, false) || !bits.take(bits_arg, true)) return nullptr;
   const int64_t count = values.bytes() / width;
   if (!suits(count, bits)) return nullptr;
   if (asked < 0 || asked > 2)
     return PyErr_Format(PyExc_ValueError, "test %d; expected 0, 1 or 2", asked);
   const auto test = static_cast<Test>(asked);
-  Py_BEGIN_ALLOW_THREADS
-  uint8_t found[kRun];
-  for (int64_t i = 0; i < count; i += kRun) {
-    const int64_t here = std::min(kRun, count - i);
-    if (kind == Words::kSingle)
-      look_wide(values.as<const uint32_t>() + i, here, test, found);
-    else if (kind == Words::kByte)
-      look_byte(values.as<const uint8_t>() + i, here, found);
-    else
-      look_narrow(values.as<const uint16_t>() + i, here,
-                  kind == Words::kHalf ? 0x7C00 : 0x7F80, test, found);
-    for (int64_t j = here; j % 8; ++j) found[j] = 0;
-    squeeze(found, (here + 7) / 8, bits.as<uint8_t>() + i / 8);
-  }
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
+  return run([&] {
+    uint8_t found[kRun];
+    for (int64_t i = 0; i < count; i += kRun) {
+      const int64_t here = std::min(kRun, count - i);
+      if (kind == Words::kSingle)
+        look(values.as<const uint32_t>() + i, here, 0x7F800000u, test, found);
+      else if (kind == Words::kByte)
+        look_byte(values.as<const uint8_t>() + i, here, found);
+      else
+        look(values.as<const uint16_t>() + i, here,
+             static_cast<uint16_t>(kind == Words::kHalf ? 0x7C00 : 0x7F80), test, found);
+      for (int64_t j = here; j % 8; ++j) found[j] = 0;
+      squeeze(found, (here + 7) / 8, bits.as<uint8_t>() + i / 8);
+    }
+  });
 }
 
 PyObject* spread_mask(PyObject*, PyObject* args) {
-  PyObject *bits_arg, *values_arg, *out_arg;
+  Buffer bits, values, out;
   int width;
   unsigned long long value;
-  if (!PyArg_ParseTuple(args, "OOiKO", &bits_arg, &values_arg, &width, &value, &out_arg))
+  if (!PyArg_ParseTuple(args, "O&O&iKO&", Buffer::in, &bits, Buffer::in_or_none, &values, &width,
+                        &value, Buffer::out, &out))
     return nullptr;
   if (width != 1 && width != 2 && width != 4 && width != 8)
     return PyErr_Format(PyExc_ValueError, "elements of %d bytes; expected 1, 2, 4 or 8", width);
-  Buffer bits, values, out;
-  const bool constant = values_arg == Py_None;
-  if (!bits.take(bits_arg, false) || !out.take(out_arg, true) ||
-      (!constant && !values.take(values_arg, false)))
-    return nullptr;
   const int64_t count = out.bytes() / width;
   if (!suits(count, bits)) return nullptr;
-  if (!constant && values.bytes() != out.bytes())
+  if (values && values.bytes() != out.bytes())
     return PyErr_Format(PyExc_ValueError, "%lld bytes of values do not match %lld of results",
                         static_cast<long long>(values.bytes()),
                         static_cast<long long>(out.bytes()));
-  Py_BEGIN_ALLOW_THREADS
-  uint8_t on[kRun];
-  const uint8_t* from = constant ? nullptr : values.as<const uint8_t>();
-  uint8_t* to = out.as<uint8_t>();
-  for (int64_t i = 0; i < count; i += kRun) {
-    const int64_t here = std::min(kRun, count - i);
-    spread_all(bits.as<const uint8_t>() + i / 8, (here + 7) / 8, on);
-    const uint8_t* source = constant ? nullptr : from + i * width;
-    uint8_t* target = to + i * width;
+  const auto* from = bits.as<const uint8_t>();
+  return run([&] {
     if (width == 8)
-      keep8(reinterpret_cast<const uint64_t*>(source), value, on, here,
-            reinterpret_cast<uint64_t*>(target));
+      spread_words(from, values.as<const uint64_t>(), value, count, out.as<uint64_t>());
     else if (width == 4)
-      keep4(reinterpret_cast<const uint32_t*>(source), static_cast<uint32_t>(value), on, here,
-            reinterpret_cast<uint32_t*>(target));
+      spread_words(from, values.as<const uint32_t>(), value, count, out.as<uint32_t>());
     else if (width == 2)
-      keep2(reinterpret_cast<const uint16_t*>(source), static_cast<uint16_t>(value), on, here,
-            reinterpret_cast<uint16_t*>(target));
+      spread_words(from, values.as<const uint16_t>(), value, count, out.as<uint16_t>());
     else
-      keep1(source, static_cast<uint8_t>(value), on, here, target);
-  }
-  Py_END_ALLOW_THREADS
-  Py_RETURN_NONE;
+      spread_words(from, values.as<const uint8_t>(), value, count, out.as<uint8_t>());
+  });
 }
 
 PyObject* two_values(PyObject*, PyObject* args) {
-  PyObject* values_arg;
+  Buffer values;
   const char* name;
   Words kind;
   int64_t width, found = 0;
-  if (!PyArg_ParseTuple(args, "Os", &values_arg, &name) || !kind_of(name, kind, width))
+  if (!PyArg_ParseTuple(args, "O&s", Buffer::in, &values, &name) || !kind_of(name, kind, width))
     return nullptr;
-  Buffer values;
-  if (!values.take(values_arg, false)) return nullptr;
-  Py_BEGIN_ALLOW_THREADS
-  if (width == 4)
-    found = second_value(values.as<const uint32_t>(), values.bytes() / 4, others4);
-  else if (width == 2)
-    found = second_value(values.as<const uint16_t>(), values.bytes() / 2, others2);
-  Py_END_ALLOW_THREADS
-  return PyLong_FromLongLong(found);
+  const bool done = unlocked([&] {
+    if (width == 4)
+      found = second_value(values.as<const uint32_t>(), values.bytes() / 4);
+    else if (width == 2)
+      found = second_value(values.as<const uint16_t>(), values.bytes() / 2);
+  });
+  return done ? PyLong_FromLongLong(found) : nullptr;
 }
 
 }  // namespace sn

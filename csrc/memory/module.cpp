@@ -1,17 +1,11 @@
 // Python's bindings to the C++ of sn_memory: sn_memory._core. Arrays come as contiguous buffers of 64-bit
 // integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool/pack.py. The
 // searches of the planner come in through bindings.cpp.
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-
 #include <algorithm>
 #include <memory>
-#include <new>
 
-#include "../compress/bindings.h"
 #include "buffers.h"
 #include "bindings.h"
-#include "pool_greedy.h"
 #include "pool_search.h"
 
 namespace {
@@ -58,14 +52,6 @@ bool read_problem(PyObject* first_arg, PyObject* last_arg, PyObject* size_arg, P
   return true;
 }
 
-void free_problem(PyObject* capsule) {
-  delete static_cast<ProblemPointer*>(PyCapsule_GetPointer(capsule, kProblem));
-}
-
-void free_search(PyObject* capsule) {
-  delete static_cast<Desk*>(PyCapsule_GetPointer(capsule, kSearch));
-}
-
 // The search of a capsule that no thread works on; nullptr with an exception otherwise.
 Desk* idle_desk(PyObject* capsule) {
   auto* desk = static_cast<Desk*>(PyCapsule_GetPointer(capsule, kSearch));
@@ -80,7 +66,7 @@ PyObject* first_fit(PyObject*, PyObject* args) {
   if (!PyArg_ParseTuple(args, "OOOOiOO", &first, &last, &size, &align, &sections, &order_arg,
                         &out_arg))
     return nullptr;
-  try {
+  return sn::guarded([&]() -> PyObject* {
     sn::Problem problem;
     if (!read_problem(first, last, size, align, sections, &problem)) return nullptr;
     Integers order, out;
@@ -94,28 +80,22 @@ PyObject* first_fit(PyObject*, PyObject* args) {
     std::vector<int64_t> offsets;
     if (!unlocked([&] { offsets = sn::first_fit(problem, indices); })) return nullptr;
     std::copy(offsets.begin(), offsets.end(), out.begin());
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
-  Py_RETURN_NONE;
+    Py_RETURN_NONE;
+  });
 }
 
 PyObject* problem(PyObject*, PyObject* args) {
   PyObject *first, *last, *size, *align;
   int sections;
   if (!PyArg_ParseTuple(args, "OOOOi", &first, &last, &size, &align, &sections)) return nullptr;
-  try {
+  return sn::guarded([&]() -> PyObject* {
     sn::Problem plain;
     if (!read_problem(first, last, size, align, sections, &plain)) return nullptr;
     auto pointer = std::make_unique<ProblemPointer>();
     if (!unlocked([&] { *pointer = std::make_shared<const sn::Indexed>(std::move(plain)); }))
       return nullptr;
-    PyObject* capsule = PyCapsule_New(pointer.get(), kProblem, free_problem);
-    if (capsule) pointer.release();
-    return capsule;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+    return sn::capsule_of(std::move(pointer), kProblem);
+  });
 }
 
 PyObject* search(PyObject*, PyObject* args) {
@@ -127,7 +107,7 @@ PyObject* search(PyObject*, PyObject* args) {
   auto* shared = static_cast<ProblemPointer*>(PyCapsule_GetPointer(problem_arg, kProblem));
   if (!shared) return nullptr;
   const sn::Indexed& known = **shared;
-  try {
+  return sn::guarded([&]() -> PyObject* {
     Integers rank, weight;
     std::vector<int32_t> ranks;
     if (!rank.take(rank_arg) || !weight.take(weight_arg) || !rank.indices(&ranks, known.count()))
@@ -137,15 +117,11 @@ PyObject* search(PyObject*, PyObject* args) {
         std::any_of(weight.begin(), weight.end(), [](int64_t x) { return x < 1; }))
       return PyErr_Format(PyExc_ValueError, "rank, weight or rule do not suit %d buffers",
                           known.count());
-    auto made = std::unique_ptr<Desk>(
+    std::unique_ptr<Desk> desk(
         new Desk{sn::Search(*shared, capacity, static_cast<sn::Rule>(rule), std::move(ranks),
                             std::vector<int64_t>(weight.begin(), weight.end()))});
-    PyObject* capsule = PyCapsule_New(made.get(), kSearch, free_search);
-    if (capsule) made.release();
-    return capsule;
-  } catch (const std::bad_alloc&) {
-    return PyErr_NoMemory();
-  }
+    return sn::capsule_of(std::move(desk), kSearch);
+  });
 }
 
 PyObject* run(PyObject*, PyObject* args) {

@@ -1,4 +1,4 @@
-#include "pool_greedy.h"
+#include "pool_problem.h"
 
 #include <algorithm>
 #include <cstring>

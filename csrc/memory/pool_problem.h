@@ -1,4 +1,4 @@
-// The packing problem as both packers read it: buffers over numbered sections of time.
+// The packing problem as both packers read it, buffers over numbered sections of time; and the greedy one.
 #pragma once
 
 #include <cstdint>
@@ -21,5 +21,9 @@ struct Problem {
     return over ? offset + (align[i] - over) : offset;
   }
 };
+
+// Puts each buffer, in the order given, at the lowest aligned offset that is free for its life;
+// tests/oracles/first_fit_oracle.py finds the same offsets.
+std::vector<int64_t> first_fit(const Problem& problem, const std::vector<int32_t>& order);
 
 }  // namespace sn

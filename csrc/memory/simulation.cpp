@@ -44,9 +44,7 @@ bool Simulation::run(const Choice& choice, const std::vector<Move>& moves) {
   for (int32_t op = 0; op < t_.ops() && possible; ++op) {
     for (int32_t moved : back_[op]) {
       int32_t storage = t_.storage[moved];
-      if (absent_[storage] < 0) continue;
-      opened_[storage] = last_[storage] = static_cast<int32_t>(ops.size());
-      returned(storage, static_cast<int32_t>(ops.size()));
+      if (absent_[storage] >= 0) fetch(storage);
     }
     bool complete = true;
     for (int32_t storage : t_.reads[op]) complete = complete && opened_[storage] >= 0;
@@ -95,7 +93,10 @@ bool Simulation::run(const Choice& choice, const std::vector<Move>& moves) {
   return true;
 }
 
-void Simulation::returned(int32_t storage, int32_t run) {
+// Before the next run.
+void Simulation::fetch(int32_t storage) {
+  auto run = static_cast<int32_t>(ops.size());
+  opened_[storage] = last_[storage] = run;
   host_copies[absent_[storage]].fetched = run;
   absent_[storage] = -1;
 }
@@ -146,10 +147,7 @@ bool Simulation::closure(int32_t op) {
 }
 
 void Simulation::rebuild(int32_t op, const Choice& choice) {
-  for (int32_t storage : fetched_) {
-    opened_[storage] = last_[storage] = static_cast<int32_t>(ops.size());
-    returned(storage, static_cast<int32_t>(ops.size()));
-  }
+  for (int32_t storage : fetched_) fetch(storage);
   built_.clear();
   for (int32_t again : runs_) {
     auto run = static_cast<int32_t>(ops.size());

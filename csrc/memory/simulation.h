@@ -81,7 +81,7 @@ class Simulation {
   void rebuild(int32_t op, const Choice& choice);
   void settle();
   void sum();
-  void returned(int32_t storage, int32_t run);
+  void fetch(int32_t storage);
 
   const Tables& t_;
   std::vector<int32_t> hole_, opened_, last_;

@@ -32,37 +32,18 @@ SMALLEST, LARGEST = 32, 8192  # elements of a block: what one thread block holds
 ROWS = 48  # kSections in section.cuh: what fits the 4 KiB of a kernel's arguments
 _MOST_BLOCKS = 2**31 - 1  # of a grid
 
-SECTION = np.dtype(
-    [
-        ("values", "<u8"),
-        ("memory", "<u8"),
-        ("words", "<u8"),
-        ("totals", "<u8"),
-        ("rank_words", "<i8"),
-        ("elements", "<i8"),
-        ("first_block", "<i8"),
-        ("first_word", "<i8"),
-        ("dtype", "<i4"),
-        ("unused", "<i4"),
-    ]
-)
+# Twins of the structs of section.cuh and coder.cuh.
+SECTION = np.dtype([
+    ("values", "<u8"), ("memory", "<u8"), ("words", "<u8"), ("totals", "<u8"),
+    ("rank_words", "<i8"), ("elements", "<i8"), ("first_block", "<i8"), ("first_word", "<i8"),
+    ("dtype", "<i4"), ("unused", "<i4"),
+])  # fmt: skip
 SECTIONS = np.dtype([("at", SECTION, ROWS), ("count", "<i8")])
-SETTINGS = np.dtype(
-    [
-        ("kept", "<i8"),
-        ("bins", "<i8"),
-        ("words", "<i8"),
-        ("values", "<i4"),
-        ("code_bits", "<i4"),
-        ("mantissa", "<i4"),
-        ("positions", "<i4"),
-        ("low", "<i4"),
-        ("top", "<i4"),
-        ("factor", "<f4"),
-        ("ranks", "<i4"),
-        ("powers", "<u8"),
-    ]
-)
+SETTINGS = np.dtype([
+    ("kept", "<i8"), ("bins", "<i8"), ("words", "<i8"), ("values", "<i4"), ("code_bits", "<i4"),
+    ("mantissa", "<i4"), ("positions", "<i4"), ("low", "<i4"), ("top", "<i4"),
+    ("factor", "<f4"), ("ranks", "<i4"), ("powers", "<u8"),
+])  # fmt: skip
 
 Struct = npt.NDArray[np.void]
 
@@ -88,52 +69,30 @@ class Device(Protocol):
 
 @dataclass(frozen=True)
 class Format:
-    """The bits of a record, as numbers; `ops/record.py` says what they mean."""
+    """Records of one layout, and what makes their coefficients.
 
-    block: int
-    span: int  # elements of each FFT; of other transforms the block
+    span : elements of each FFT; of other transforms the block
+    """
+
+    layout: Layout
     transform: str
-    values: str
-    kept: int
-    words: int
-    code_bits: int
-    mantissa: int
-    positions: str
+    span: int
 
     @classmethod
     def of(cls, layout: Layout, transform: str, span: int | None = None) -> Format:
         """The format of a layout whose coefficients come from `transform`, of spans or blocks."""
-        # Without positions a record has no list of them, and neither does shared memory.
-        everything = layout.kept == layout.bins
-        return cls(
-            layout.block,
-            spectrum.span_length(span, layout.block),
-            transform,
-            layout.values,
-            layout.kept,
-            layout.words,
-            layout.code_bits,
-            layout.mantissa if layout.values == "range" else 0,
-            "all" if everything else layout.positions,
-        )
+        return cls(layout, transform, spectrum.span_length(span, layout.block))
 
     @property
     def fits_block(self) -> bool:
         """Whether one thread block can hold a block: the fused kernels' sizes."""
-        return SMALLEST <= self.block <= LARGEST and not self.block & (self.block - 1)
-
-    @property
-    def parts(self) -> int:
-        return 2 if self.transform in ("fft", "spectrum") else 1
-
-    @property
-    def bins(self) -> int:
-        return self.block // 2 + 1 if self.parts == 2 else self.block
+        block = self.layout.block
+        return SMALLEST <= block <= LARGEST and not block & (block - 1)
 
     @property
     def threads(self) -> int:
         """Threads of a block: eight complex points each, whole warps."""
-        return max(32, self.block // 16)
+        return max(32, self.layout.block // 16)
 
     @property
     def program(self) -> Program:
@@ -143,7 +102,7 @@ class Format:
         return Program(
             "fused.cu",
             (
-                ("SN_BLOCK", self.block),
+                ("SN_BLOCK", self.layout.block),
                 ("SN_SPAN", self.span),
                 ("SN_THREADS", self.threads),
                 ("SN_TRANSFORM", TRANSFORMS.index(self.transform)),
@@ -154,18 +113,21 @@ class Format:
     @property
     def shared_bytes(self) -> int:
         """Shared memory beside the fixed part: the record and the list of 16-bit positions."""
-        return 4 * (self.words + -(-self.kept // 2))
+        return 4 * (self.layout.words + -(-self.layout.kept // 2))
 
     def settings(
         self, device: Device, *, factor: float, top: int | None = None, ranks: int = 1
     ) -> Struct:
         """The settings as the kernels take them."""
-        settings = np.zeros(1, SETTINGS)
-        settings["kept"], settings["bins"], settings["words"] = self.kept, self.bins, self.words
-        settings["values"] = VALUES.index(self.values)
-        settings["code_bits"], settings["mantissa"] = self.code_bits, self.mantissa
-        settings["positions"] = POSITIONS.index(self.positions)
-        settings["low"] = low_bits(self.kept, self.bins)
+        layout, settings = self.layout, np.zeros(1, SETTINGS)
+        kept, bins = layout.kept, layout.bins
+        settings["kept"], settings["bins"], settings["words"] = kept, bins, layout.words
+        settings["values"] = VALUES.index(layout.values)
+        settings["code_bits"] = layout.code_bits
+        settings["mantissa"] = layout.mantissa if layout.values == "range" else 0
+        # Without positions a record has no list of them, and neither does shared memory.
+        settings["positions"] = POSITIONS.index("all" if kept == bins else layout.positions)
+        settings["low"] = low_bits(kept, bins)
         settings["top"] = -1 if top is None else top  # negative: each block's own
         settings["factor"], settings["ranks"] = factor, ranks
         settings["powers"] = powers(device)
@@ -221,9 +183,9 @@ def _launch(
 ) -> None:
     if not form.fits_block:
         raise CompressError(
-            f"block={form.block} on a GPU; expected a power of two from {SMALLEST} to {LARGEST}, "
-            "what fits a multiprocessor's shared memory. Choose another block, or None for one "
-            "transform over the whole vector."
+            f"block={form.layout.block} on a GPU; expected a power of two from {SMALLEST} to "
+            f"{LARGEST}, what fits a multiprocessor's shared memory. Choose another block, or None "
+            "for one transform over the whole vector."
         )
     table = twiddles(form.span, form.transform)
     constant = device.constant(("twiddles", form.span, form.transform), table)
@@ -232,17 +194,9 @@ def _launch(
         at = 0  # blocks so far: by their number a thread block finds its row
         for i, piece in enumerate(rows):
             sections["at"][0, i] = (
-                piece.values,
-                piece.memory,
-                piece.words,
-                piece.totals,
-                piece.rank_words,
-                piece.elements,
-                at,
-                piece.first_word,
-                DTYPES.index(piece.dtype),
-                0,
-            )
+                piece.values, piece.memory, piece.words, piece.totals, piece.rank_words,
+                piece.elements, at, piece.first_word, DTYPES.index(piece.dtype), 0,
+            )  # fmt: skip
             at += piece.blocks
         sections["count"] = len(rows)
         device.launch(
@@ -301,19 +255,11 @@ def twiddles(span: int, transform: str) -> npt.NDArray[np.float32]:
     return table
 
 
-SHEET = np.dtype(
-    [
-        ("buffer", "<u8"),
-        ("totals", "<u8"),
-        ("flags", "<u8"),
-        ("rank_words", "<i8"),
-        ("words", "<i8"),
-        ("used", "<i8"),
-        ("header", "<u4", 6),
-        ("end", "<u4"),
-        ("unused", "<u4"),
-    ]
-)
+SHEET = np.dtype([
+    ("buffer", "<u8"), ("totals", "<u8"), ("flags", "<u8"),
+    ("rank_words", "<i8"), ("words", "<i8"), ("used", "<i8"),
+    ("header", "<u4", 6), ("end", "<u4"), ("unused", "<u4"),
+])  # fmt: skip
 SHEETS = np.dtype([("at", SHEET, ROWS)])
 
 
@@ -341,39 +287,29 @@ def open_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
 
 def seal_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
     """Write the number of saturated values and the checksum; after encoding."""
-    _sheets(device, sheets, "seal_payloads", _powers(device))
+    _sheets(device, sheets, "seal_payloads")
 
 
 def open_checks(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
     """Set the checksums of received payloads to zero; before decoding."""
-    _sheets(device, sheets, "open_checks", np.full(1, ranks, np.int32))
+    _sheets(device, sheets, "open_checks", ranks)
 
 
 def check_payloads(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
     """Raise flags for headers that are not as expected and wrong checksums; after decoding."""
-    _sheets(device, sheets, "check_payloads", np.full(1, ranks, np.int32), _powers(device))
+    _sheets(device, sheets, "check_payloads", ranks)
 
 
-def _powers(device: Device) -> Any:
-    return np.full(1, powers(device), np.uint64)
-
-
-def _sheets(device: Device, sheets: Sequence[Sheet], kernel: str, *args: Any) -> None:
+def _sheets(device: Device, sheets: Sequence[Sheet], kernel: str, ranks: int = 1) -> None:
+    both = [np.full(1, ranks, np.int32), np.full(1, powers(device), np.uint64)]
     for first in range(0, len(sheets), ROWS):
         rows = sheets[first : first + ROWS]
         table = np.zeros(1, SHEETS)
         for i, sheet in enumerate(rows):
             table["at"][0, i] = (
-                sheet.buffer,
-                sheet.totals,
-                sheet.flags,
-                sheet.rank_words,
-                sheet.words,
-                sheet.used,
-                np.frombuffer(sheet.header, "<u4"),
-                checksum.step_on(sheet.words),
-                0,
-            )
+                sheet.buffer, sheet.totals, sheet.flags, sheet.rank_words, sheet.words, sheet.used,
+                np.frombuffer(sheet.header, "<u4"), checksum.step_on(sheet.words), 0,
+            )  # fmt: skip
         device.launch(
-            SEAL, kernel, blocks=len(rows), threads=THREADS, shared_bytes=0, args=[table, *args]
+            SEAL, kernel, blocks=len(rows), threads=THREADS, shared_bytes=0, args=[table, *both]
         )

@@ -338,16 +338,15 @@ def lower_top(top: int) -> int:
     return max(top - LARGE_OCTAVES, 0)
 
 
+# As record.encode_records, of values, memory, words and top.
+EncodeRows = Callable[[Floats, Floats | None, Words, int | None], Tally]
+
+
 def encode_large(
-    encode_rows: Callable[[Floats, Floats | None, Words, int | None], Tally],
-    values: Floats,
-    memory: Floats | None,
-    words: Words,
-    top: int | None,
+    encode_rows: EncodeRows, values: Floats, memory: Floats | None, words: Words, top: int | None
 ) -> Tally:
     """What `encode_rows` counts of ordinary rows and of large ones, these over 2**LARGE_SHIFT.
 
-    encode_rows : as record.encode_records, of values, memory, words and top
     top : may be beyond float32, of a payload with large blocks
     """
     large = is_large(values, memory)
@@ -355,40 +354,36 @@ def encode_large(
     if not large.any():
         return encode_rows(values, memory, words, ordinary)
     counts = []
-    both = (~large, encode_rows, ordinary), (large, lowered(encode_rows), top)
     # Two calls of whole arrays. Rows that a mask picks are copies: words and memory go back.
-    for rows, encode_those, end in both:
+    for rows in (~large, large):
         if not rows.any():
             continue
         held, out = None if memory is None else memory[rows], words[rows]
-        counts.append(encode_those(values[rows], held, out, end))
+        if rows is large:
+            counts.append(_encode_lowered(encode_rows, values[rows], held, out, top))
+        else:
+            counts.append(encode_rows(values[rows], held, out, ordinary))
         words[rows] = out
         if memory is not None:
             memory[rows] = held
     return Tally(*map(sum, zip(*counts, strict=True)))
 
 
-def lowered(
-    encode_rows: Callable[[Floats, Floats | None, Words, int | None], Tally],
-) -> Callable[[Floats, Floats | None, Words, int | None], Tally]:
-    """The same for rows that are all large."""
-
-    def encode_lowered(
-        values: Floats, memory: Floats | None, words: Words, top: int | None
-    ) -> Tally:
-        down = np.float32(2.0**-LARGE_SHIFT)
-        held = None if memory is None else memory * down
-        end = None if top is None else lower_top(top)
-        with np.errstate(all="ignore"):
-            saturated, energy, error = encode_rows(values * down, held, words, end)
-        # A block that is not finite has no unit, and its memory stays as it was, in the old unit.
-        finite = words[:, 0] & 0xFFFF != NON_FINITE
-        words[finite, 0] |= LARGE_BIT
-        if memory is not None and held is not None:
-            memory[finite] = enlarged(held[finite], MOST_MEMORY)
-        return Tally(saturated, energy * 4.0**LARGE_SHIFT, error * 4.0**LARGE_SHIFT)
-
-    return encode_lowered
+def _encode_lowered(
+    encode_rows: EncodeRows, values: Floats, memory: Floats | None, words: Words, top: int | None
+) -> Tally:
+    """Encode rows that are all large."""
+    down = np.float32(2.0**-LARGE_SHIFT)
+    held = None if memory is None else memory * down
+    end = None if top is None else lower_top(top)
+    with np.errstate(all="ignore"):
+        saturated, energy, error = encode_rows(values * down, held, words, end)
+    # A block that is not finite has no unit, and its memory stays as it was, in the old unit.
+    finite = words[:, 0] & 0xFFFF != NON_FINITE
+    words[finite, 0] |= LARGE_BIT
+    if memory is not None and held is not None:
+        memory[finite] = enlarged(held[finite], MOST_MEMORY)
+    return Tally(saturated, energy * 4.0**LARGE_SHIFT, error * 4.0**LARGE_SHIFT)
 
 
 def unified(

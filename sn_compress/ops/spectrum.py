@@ -16,8 +16,8 @@ taken out of theirs; the extension does that in the machine's widest vectors. No
 and products in a fixed order, none of them fused, with a table that is made of exactly rounded
 operations only. So ranks on different machines, with and without the extension, decode alike.
 
-`csrc/compress/fourier.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle, and run
-where the extension is missing.
+`csrc/compress/spectrum.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle, and
+run where the extension is missing.
 
 A block may be cut into spans with FFTs of their own, in as many bins as one FFT of the block has.
 Neighbours far apart in a flat gradient have little to do with each other: a short FFT leaves what

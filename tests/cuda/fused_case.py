@@ -34,10 +34,12 @@ def encode(
     first_word: int = 8,
 ) -> Encoded:
     """Encode one vector; `memory` is copied, outputs are poisoned."""
-    per_block = form.bins * form.parts if form.transform == "spectrum" else form.block
+    per_block = (
+        form.layout.bins * form.layout.parts if form.transform == "spectrum" else form.layout.block
+    )
     blocks = -(-values.size // per_block)
     done = Encoded(
-        np.full((blocks, form.words), 0xDEADBEEF, np.uint32),
+        np.full((blocks, form.layout.words), 0xDEADBEEF, np.uint32),
         None if memory is None else memory.copy(),
     )
     piece = Piece(
@@ -72,8 +74,8 @@ def decode(
 
 def samples(form: Format, blocks: int = 4) -> dict[str, np.ndarray]:
     """Coefficients that are hard on a selection: [blocks, floats] float32 by name."""
-    rng = np.random.default_rng(form.block + form.kept)
-    shape = (blocks, form.bins * form.parts)
+    rng = np.random.default_rng(form.layout.block + form.layout.kept)
+    shape = (blocks, form.layout.bins * form.layout.parts)
     normal = rng.standard_normal(shape).astype(np.float32)
     scattered = normal * np.float32(10) ** rng.integers(-30, 30, shape).astype(np.float32)
     broken = normal.copy()
@@ -95,7 +97,7 @@ def samples(form: Format, blocks: int = 4) -> dict[str, np.ndarray]:
         "largest": np.where(normal < 0, -1, 1).astype("f4") * np.finfo("f4").max,
         "huge": (np.clip(normal, -3.4, 3.4) * np.float32(1e38)).astype(np.float32),
     }
-    if form.parts == 2:
+    if form.layout.parts == 2:
         for coefs in cases.values():
             coefs[:, [1, -1]] = 0  # what no real vector has
     return cases

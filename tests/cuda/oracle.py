@@ -27,19 +27,6 @@ def make_format(
     return Format.of(layout, transform, span)
 
 
-def layout_of(form: Format) -> Layout:
-    """The layout of a format; where all coefficients travel, no positions do."""
-    return Layout(
-        form.block,
-        form.kept,
-        form.values,
-        form.code_bits,
-        form.mantissa,
-        form.positions,
-        form.parts,
-    )
-
-
 def encode(
     coefs: np.ndarray, memory: np.ndarray | None, form: Format, decay: float, top: int | None
 ) -> tuple[np.ndarray, np.ndarray, int]:
@@ -47,13 +34,16 @@ def encode(
     # A residual comes with a memory; adding -0.0 changes no number, nor the sign of a zero.
     kept = np.full_like(coefs, -0.0) if memory is None else memory
     with np.errstate(all="ignore"):
-        encoded = Records(layout_of(form), clear_edges=False).encode(coefs, kept, decay, top)
+        encoded = Records(form.layout, clear_edges=False).encode(coefs, kept, decay, top)
     return encoded.words.astype(np.uint32), encoded.residual, int(encoded.saturated.sum())
 
 
 def decode(words: np.ndarray, form: Format) -> np.ndarray:
     """[nb, words] of sound records -> coefficients [nb, floats] float32; NaN where marked."""
-    records, pairs = Records(layout_of(form)), np.zeros((len(words) * form.bins, form.parts))
+    records, pairs = (
+        Records(form.layout),
+        np.zeros((len(words) * form.layout.bins, form.layout.parts)),
+    )
     decoded = records.decode(words.astype(np.int64))
     out = records.add(pairs.astype(np.float32), decoded, 1.0).reshape(len(words), -1)
     out[decoded.missing] = np.nan

@@ -36,11 +36,11 @@ def fused() -> None:
                 for case in samples(form).values():
                     size = case.size if transform == "spectrum" else 4 * block - 5
                     given = case.reshape(-1)[:size]
-                    memory = np.zeros((4, form.bins * form.parts), np.float32)
+                    memory = np.zeros((4, form.layout.bins * form.layout.parts), np.float32)
                     done = encode(device, form, given, memory)
                     decode(device, form, done.words[None], given.size)
                 for _ in range(5):
-                    garbage = rng.integers(0, 2**32, (2, 4, form.words), dtype=np.uint32)
+                    garbage = rng.integers(0, 2**32, (2, 4, form.layout.words), dtype=np.uint32)
                     decode(device, form, garbage, given.size, "bfloat16")
 
 

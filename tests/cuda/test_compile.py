@@ -10,12 +10,14 @@ from sn_compress import _cuda
 from sn_compress._cuda import Program, source
 from sn_compress.ops import launch
 from sn_compress.ops.launch import Format
+from sn_compress.ops.quantize import Layout
 
 ARCHITECTURES = [f"{kind}_{number}" for number in (75, 80, 90, 100) for kind in ("compute", "sm")]
 
 
 def fused(block: int, transform: str, span: int | None = None) -> Program:
-    return Format(block, span or block, transform, "range", 1, 1, 8, 3, "bitmap").program
+    layout = Layout(block, 1, "range", 8, 3, "bitmap", 2 if transform == "fft" else 1)
+    return Format.of(layout, transform, span).program
 
 
 PROGRAMS = {

@@ -42,7 +42,7 @@ def test_the_order_of_threads_does_not_matter(order):
     for (transform, span), values in itertools.product(kinds, ["range", "2bit"]):
         form = oracle.make_format(256, transform, 0.8, values, span=span)
         values_in = np.concatenate([c.reshape(-1)[:256] for c in samples(form).values()])
-        memory = np.zeros((len(samples(form)), form.bins * form.parts), np.float32)
+        memory = np.zeros((len(samples(form)), form.layout.bins * form.layout.parts), np.float32)
         first = encode(Host("up"), form, values_in, memory)
         again = encode(Host(order), form, values_in, memory)
         alike((again.words, again.memory), (first.words, first.memory))
@@ -96,7 +96,9 @@ def test_transforms_stay_within_the_bound(block, transform, span):
     values = rng.standard_normal((3, block)).astype(np.float32)
     values[1] = 1  # all in one bin
     values[2] = np.eye(1, block, block // 3)  # spread over all
-    done = encode(Host(), form, values.reshape(-1), np.zeros((3, form.bins * form.parts), "f4"))
+    done = encode(
+        Host(), form, values.reshape(-1), np.zeros((3, form.layout.bins * form.layout.parts), "f4")
+    )
     assert done.memory is not None
     sent = oracle.decode(done.words, form).astype(np.float64)
     error = done.memory + sent - exact_transform(form, values.astype(np.float64))
@@ -128,7 +130,7 @@ def test_many_tensors_share_a_launch():
     form = oracle.make_format(32, "identity", 0.8)
     rng = np.random.default_rng(5)
     tensors = [rng.standard_normal(size).astype(np.float32) for size in rng.integers(0, 200, 100)]
-    records = [np.zeros((-(-t.size // 32), form.words), np.uint32) for t in tensors]
+    records = [np.zeros((-(-t.size // 32), form.layout.words), np.uint32) for t in tensors]
     totals = np.zeros((100, 2), np.uint64)
     pieces = [
         Piece(address(t), "float32", t.size, len(w), address(w), 8, address(totals[i]))
@@ -149,11 +151,11 @@ def test_damaged_records_raise_flags_and_touch_nothing_else():
         for trial in range(50):
             records = sound[None].copy()
             if trial % 2:
-                records[0, 1] = rng.integers(0, 2**32, form.words, dtype=np.uint32)
+                records[0, 1] = rng.integers(0, 2**32, form.layout.words, dtype=np.uint32)
             else:
-                word = rng.integers(form.words)
+                word = rng.integers(form.layout.words)
                 records[0, 1, word] ^= np.uint32(1 << int(rng.integers(32)))
-            size = len(sound) * (form.bins * 2 if transform == "spectrum" else 256)
+            size = len(sound) * (form.layout.bins * 2 if transform == "spectrum" else 256)
             out, flags, _ = decode(Host(), form, records, size)
             out = out.reshape(len(sound), -1)
             assert flags in (0, 1)

@@ -58,10 +58,10 @@ def test_bits_are_those_of_the_host_run(xp, block, transform, kind):
             given = np.where(np.abs(given) < np.finfo("f4").tiny, flushed, given)
             if transform != "spectrum":
                 given = given[: 4 * block - 3]
-            memory = np.zeros((4, form.bins * form.parts), np.float32)
+            memory = np.zeros((4, form.layout.bins * form.layout.parts), np.float32)
             expected = host_encode(Host(), form, given, memory, decay=0.5)
             there, kept = xp.asarray(given), xp.asarray(memory)
-            words, totals = xp.zeros((4, form.words), "u4"), xp.zeros(2, "u8")
+            words, totals = xp.zeros((4, form.layout.words), "u4"), xp.zeros(2, "u8")
             piece = Piece(there.data.ptr, "float32", given.size, 4, words.data.ptr, 8,
                           totals.data.ptr, kept.data.ptr)  # fmt: skip
             launch.encode_blocks(device, form, [piece], decay=0.5)
