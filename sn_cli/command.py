@@ -120,3 +120,16 @@ def page_file(text: str) -> str:
             "a page has pictures, which need matplotlib: pip install 'superneurons[report]'"
         )
     return output_file(text)
+
+
+def pyplot(font_size: int) -> Any:
+    """What draws pictures to files, imported when one is asked for."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    plt.rcParams.update(
+        {"font.size": font_size, "axes.spines.top": False, "axes.spines.right": False}
+    )
+    return plt

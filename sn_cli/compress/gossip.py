@@ -11,7 +11,7 @@ from sn_compress.gossip.simulate import Curve, simulate, table
 from sn_compress.gossip.topology import NAMES, Topology, spectral_gap, topology
 from sn_memory.base.progress import progress_output, report_progress
 
-from ..command import Answer, add_command, picture_file
+from ..command import Answer, add_command, picture_file, pyplot
 
 # Okabe and Ito's palette; grey is what gossip is compared with.
 _LOOKS = {
@@ -75,12 +75,7 @@ def _headline(graph: Topology, args: argparse.Namespace) -> str:
 
 
 def _draw(curves: Sequence[Curve], headline: str, path: str) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False})
+    plt = pyplot(font_size=10)
     figure, panels = plt.subplots(1, 3, figsize=(13, 4.4), layout="constrained")
     for axes, (what, title) in zip(panels, _PANELS.items(), strict=True):
         for curve in curves:

@@ -22,7 +22,7 @@ from sn_compress.prediction.rates import FREE, GLOO, RECORDED, Rates
 from sn_compress.settings import Settings
 from sn_compress.text_table import text_table
 
-from ..command import Answer, add_command, count, not_negative, picture_file, positive
+from ..command import Answer, add_command, count, not_negative, picture_file, positive, pyplot
 
 PLOTTED_RANKS = tuple(2**power for power in range(1, 11))
 MOST_GPUS = 16_384
@@ -253,16 +253,6 @@ def _codec_line(rates: Rates) -> str:
     return f"codec: {where}, FFT {encode:.2f} GB/s in, {decode:.2f} GB/s out"
 
 
-def _pyplot() -> Any:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    plt.rcParams.update({"font.size": 11, "axes.spines.top": False, "axes.spines.right": False})
-    return plt
-
-
 def _map(
     args: argparse.Namespace,
     model: Sequence[Layer],
@@ -272,7 +262,7 @@ def _map(
     host: Host,
 ) -> None:
     """Which way is fastest by trees: GPUs against the link between nodes; and for a free codec."""
-    plt = _pyplot()
+    plt = pyplot(font_size=11)
     from matplotlib.patches import Patch
 
     sizes = _sizes(link.gpus)[1:]
@@ -311,17 +301,11 @@ def _map(
 
 
 def _plot(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
-    plt = _pyplot()
+    plt = pyplot(font_size=11)
     figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
     for method in (row.method for row in predictions[0].rows):
         seconds = [1e3 * result.row(method).step.seconds for result in predictions]
-        axes.plot(
-            PLOTTED_RANKS,
-            seconds,
-            color=_COLOURS[method],
-            linewidth=2,
-            label=method,
-        )
+        axes.plot(PLOTTED_RANKS, seconds, color=_COLOURS[method], linewidth=2, label=method)
     axes.set(xscale="log", yscale="log", xlabel="ranks", xlim=(2, PLOTTED_RANKS[-1]))
     axes.set_xscale("log", base=2)
     axes.set_xticks(PLOTTED_RANKS, [f"{ranks:,}" for ranks in PLOTTED_RANKS])

@@ -89,10 +89,7 @@ def _estimate(options: argparse.Namespace) -> Answer:
     optimizer = _optimizer(options, setup)
     with progress_output(not options.quiet):
         estimated = setup.rim.estimate(setup.model, setup.sample, optimizer=optimizer)
-    data: dict[str, Any] = {
-        f"{name}_bytes": int(getattr(estimated, f"{name}_bytes")) for name in _CATEGORIES
-    }
-    data |= {"peak_op": estimated.peak_op, "batch": estimated.batch}
+    data = _bytes(estimated) | {"peak_op": estimated.peak_op, "batch": estimated.batch}
     if budget is None:
         return Answer(str(estimated), data)
     fits = estimated.peak_bytes <= budget
@@ -105,6 +102,11 @@ def _estimate(options: argparse.Namespace) -> Answer:
             "memory plan`, to see how much"
         )
     return Answer(f"{estimated}\n{verdict}", data, yes=fits)
+
+
+def _bytes(estimated: Any) -> dict[str, Any]:
+    """An estimate's bytes by category."""
+    return {f"{name}_bytes": int(getattr(estimated, f"{name}_bytes")) for name in _CATEGORIES}
 
 
 def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
@@ -132,10 +134,7 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
             optimizer=_optimizer(options, first),
             device=options.device,
         )
-        data: dict[str, Any] = {
-            f"{name}_bytes": int(getattr(estimated, f"{name}_bytes")) for name in _CATEGORIES
-        }
-        data |= {
+        data = _bytes(estimated) | {
             "device": estimated.device,
             "room_bytes": estimated.room_bytes,
             "seconds": estimated.seconds,
@@ -223,21 +222,17 @@ def _optimizer(options: argparse.Namespace, setup: TrainingSetup) -> Any:
     return import_module(_BY_NAME).optimizer_of(options.optimizer)
 
 
-def _numbers(text: str) -> tuple[int, int]:
+def _span(text: str) -> tuple[int, int]:
+    """Two numbers, of which one may be left out."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     if match is None or not int(match[1]) or int(match[2] or match[1]) < int(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, or two as 1..8")
     return int(match[1]), int(match[2] or match[1])
 
 
-def _span(text: str) -> tuple[int, int]:
-    """Two numbers, of which one may be left out."""
-    return _numbers(text)
-
-
 def _powers(text: str) -> Sequence[int]:
     """A number; or two, and the first doubled as often as it stays below the second."""
-    low, high = _numbers(text)
+    low, high = _span(text)
     powers = [low]
     while powers[-1] * 2 <= high:
         powers.append(powers[-1] * 2)
