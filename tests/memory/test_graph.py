@@ -111,7 +111,7 @@ BY_DTYPE = replace(FAST, launch_s=0.5, flops_per_s_by_dtype=(("bf16", 200.0),))
         (FAST, {"flops": 5000.0}, 50.0, "roofline"),
         (FAST, {"flops": 5.0}, 20.0, "roofline"),
         (FAST, {"flops": 5.0, "traffic_bytes": 1}, 0.1, "roofline"),
-        (None, {"flops": 1e12}, 1.0, "flops"),
+        (Device(), {"flops": 1e12}, 1.0, "flops"),
         (Device(flops_per_s=10.0), {"flops": 50.0}, 5.0, "flops"),
         (FAST, {"workspaces": (Workspace(1, 7.0), Workspace(0, 9.0))}, 7.0, "measured"),
         (BY_DTYPE, {"flops": 5000.0, "dtype": "bf16"}, 25.0, "roofline"),

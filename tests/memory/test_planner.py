@@ -191,8 +191,6 @@ def test_each_run_takes_the_fastest_way_that_fits(budget, ways, seconds):
         ({"planner": "magic"}, "'magic'"),
         ({"techniques": ("pray",)}, "'pray'"),
         ({"time_limit_s": 0}, "time_limit_s"),
-        # What a compressed activation is, is no graph's business.
-        ({"techniques": ("keep", "compress")}, r"torch\.compress_activations\(model, bits=4\)"),
     ],
 )
 def test_what_there_is_not_is_refused(settings, said):
