@@ -17,23 +17,26 @@ SN_DEVICE u32 key_of(Shared& shared, int t, int i, float scale) {
 
 SN_DEVICE bool is_bin(int t, int i) { return inside<kBins, kThreads>(t, i); }
 
-SN_DEVICE void raise(u32& largest, Complex value) {
-  const u32 re = magnitude(value.re), im = magnitude(value.im);
-  if (largest < re) largest = re;
-  if (largest < im) largest = im;
+SN_DEVICE void raise(u32& largest, u32 value) {
+  if (largest < value) largest = value;
 }
 
 // coefficients += decay * memory; returns the bits of the largest part.
 template <typename Read>
 SN_DEVICE u32 accumulate(Shared& shared, float decay, int t, Read read) {
   Complex held[kHalves];  // all loads first: stores to shared memory would hold them back
-  each_own<kFloats / 2, kThreads>(t, [&](int i, int m) { held[i] = read(m); });
+  SN_UNROLL
+  for (int i = 0; i < kHalves; ++i)
+    if (inside<kFloats / 2, kThreads>(t, i)) held[i] = read(t + i * kThreads);
   u32 peak = 0;
-  each_own<kFloats / 2, kThreads>(t, [&](int i, int) {
-    Complex& value = point<kThreads>(shared.data, t, i);
-    value = value + scaled(held[i], decay);
-    raise(peak, value);
-  });
+  SN_UNROLL
+  for (int i = 0; i < kHalves; ++i)
+    if (inside<kFloats / 2, kThreads>(t, i)) {
+      Complex& value = point<kThreads>(shared.data, t, i);
+      value = value + scaled(held[i], decay);
+      raise(peak, magnitude(value.re));
+      raise(peak, magnitude(value.im));
+    }
   return peak;
 }
 
@@ -50,17 +53,17 @@ SN_DEVICE u32 add_memory(const Threads& block, Shared& shared, const Section& se
   } else {
     block.max(peak, [&](int t) {
       u32 largest = 0;
-      each_own<kFloats / 2, kThreads>(
-          t, [&](int i, int) { raise(largest, point<kThreads>(shared.data, t, i)); });
+      SN_UNROLL
+      for (int i = 0; i < kHalves; ++i)
+        if (inside<kFloats / 2, kThreads>(t, i)) {
+          const Complex value = point<kThreads>(shared.data, t, i);
+          raise(largest, magnitude(value.re));
+          raise(largest, magnitude(value.im));
+        }
       return largest;
     });
   }
   return *peak;
-}
-
-// Bins marked in shared.map, counted in shared.before, below this one.
-SN_DEVICE u32 marked_before(const Shared& shared, int bin) {
-  return shared.before[bin >> 5] + count_ones(shared.map[bin >> 5] & ((1u << (bin & 31)) - 1));
 }
 
 // Marks the `kept` largest keys in shared.map, ties going to the lower position, and counts in
@@ -75,11 +78,12 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
       u32 *histogram = shared.histogram[pass & 1], *next = shared.histogram[~pass & 1];
       block.each([&](int t) {
         for (int d = t; d < 256; d += kThreads) next[d] = 0;
-        each_own<kBins, kThreads>(t, [&](int i, int) {
+        SN_UNROLL
+        for (int i = 0; i < kSlots; ++i) {
           const u32 key = keys(t, i);
-          if ((key ^ threshold) >> done == 0)
+          if (is_bin(t, i) && (key ^ threshold) >> done == 0)
             atomic_add(histogram + (key >> shift & (digits - 1)), 1u);
-        });
+        }
       });
       block.find_digit(histogram, digits, need, shared.cells + kDigit);
       threshold |= shared.cells[kDigit] << shift;
@@ -97,9 +101,14 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
     block.count_before(shared.map, shared.before, kWords);
     // The first `need` of the equal keys become larger than any other, the rest smaller.
     block.each([&](int t) {
-      each_own<kBins, kThreads>(t, [&](int i, int bin) {
-        if (keys(t, i) == threshold) keys(t, i) = marked_before(shared, bin) < need ? 0x80000000u : 0;
-      });
+      SN_UNROLL
+      for (int i = 0; i < kSlots; ++i) {
+        const int bin = t + i * kThreads;
+        if (!is_bin(t, i) || keys(t, i) != threshold) continue;
+        const u32 below = shared.map[bin >> 5] & ((1u << (bin & 31)) - 1);
+        const bool stays = shared.before[bin >> 5] + count_ones(below) < need;
+        keys(t, i) = stays ? 0x80000000u : 0;
+      }
     });
     threshold += 1;
   }
@@ -199,15 +208,20 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
     Keys keys;
     const float scale = unit_scale(peak);
     block.each([&](int t) {
-      each_own<kBins, kThreads>(
-          t, [&](int i, int) { keys(t, i) = key_of(shared, t, i, scale); });
+      SN_UNROLL
+      for (int i = 0; i < kSlots; ++i)
+        keys(t, i) = is_bin(t, i) ? key_of(shared, t, i, scale) : 0;
     });
     select(block, shared, static_cast<u32>(s.kept), keys);
     block.each([&](int t) {
-      each_own<kBins, kThreads>(t, [&](int, int bin) {
-        if (shared.map[bin >> 5] >> (bin & 31) & 1u)
-          positions[marked_before(shared, bin)] = static_cast<u16>(bin);
-      });
+      SN_UNROLL
+      for (int i = 0; i < kSlots; ++i) {
+        const int bin = t + i * kThreads;
+        const u32 marks = shared.map[bin >> 5], here = 1u << (bin & 31);
+        if (marks & here)
+          positions[shared.before[bin >> 5] + count_ones(marks & (here - 1))] =
+              static_cast<u16>(bin);
+      }
     });
     write_record(block, shared, record, positions, s, peak);
   } else {  // every rank will see NaN, and the memory stays as it was
@@ -229,12 +243,15 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
     }
     if (!finite || !section.memory) return;
     const i64 pair = row * (kFloats / 2);
-    each_own<kFloats / 2, kThreads>(t, [&](int i, int m) {
+    SN_UNROLL
+    for (int i = 0; i < kHalves; ++i) {
+      if (!inside<kFloats / 2, kThreads>(t, i)) continue;
       Complex left = point<kThreads>(shared.data, t, i);
       // The inverse ignores the imaginary parts of the edge bins: they are no loss.
+      const int m = t + i * kThreads;
       if (kParts == 2 && (m == 0 || m == kBins - 1)) left.im = 0.0f;
-      pointer<Complex>(section.memory)[pair + m] = left;
-    });
+      pointer<Complex>(section.memory)[pair + t + i * kThreads] = left;
+    }
   });
 }
 

@@ -45,6 +45,8 @@ SN_DEVICE float& own(Shared& shared, int t, int i, int part) {
   return shared.data[slot<kThreads * kParts>(t * kParts, i) + part];
 }
 
+constexpr int kPairs = (kInput / 2 + kThreads - 1) / kThreads;  // pairs of values of a thread
+
 // sqrt(1 / size), rounded once.
 SN_DEVICE constexpr float root_of_inverse(int size) {
   double root = 1;
@@ -68,8 +70,21 @@ SN_DEVICE Complex element_pair(u64 from, i64 pair) {
   return {float_of(both << 16), float_of(both & 0xFFFF0000u)};
 }
 
-SN_DEVICE u32 to_code(int dtype, float value) {
-  return dtype == kFloat16 ? to_half(value) : to_bfloat(value);
+SN_DEVICE void set_element(u64 to, i64 i, int dtype, float value) {
+  if (dtype == kFloat32)
+    pointer<float>(to)[i] = value;
+  else
+    pointer<u16>(to)[i] = static_cast<u16>(dtype == kFloat16 ? to_half(value) : to_bfloat(value));
+}
+
+template <int Dtype>
+SN_DEVICE void set_pair(u64 to, i64 pair, float a, float b) {
+  if (Dtype == kFloat32)
+    pointer<Complex>(to)[pair] = {a, b};
+  else if (Dtype == kFloat16)
+    pointer<u32>(to)[pair] = to_half(a) | to_half(b) << 16;
+  else
+    pointer<u32>(to)[pair] = to_bfloat(a) | to_bfloat(b) << 16;
 }
 
 // Where the values of one block lie. Whole and aligned blocks move as pairs, eight bytes of
@@ -106,25 +121,21 @@ struct Values {
   }
 
   SN_DEVICE void set(int m, float a, float b) const {
-    if (!pairs) {
-      set_one(2 * m, a);
-      set_one(2 * m + 1, b);
-    } else if (dtype == kFloat32) {
-      pointer<Complex>(at)[m] = {a, b};
+    if (pairs) {
+      if (dtype == kFloat32)
+        set_pair<kFloat32>(at, m, a, b);
+      else if (dtype == kFloat16)
+        set_pair<kFloat16>(at, m, a, b);
+      else
+        set_pair<kBfloat16>(at, m, a, b);
     } else {
-      pointer<u32>(at)[m] = to_code(dtype, a) | to_code(dtype, b) << 16;
+      if (2 * m < count) set_element(at, 2 * m, dtype, a);
+      if (2 * m + 1 < count) set_element(at, 2 * m + 1, dtype, b);
     }
   }
 
  private:
   SN_DEVICE float get(int i) const { return i < count ? element(at, i, dtype) : 0.0f; }
-  SN_DEVICE void set_one(int i, float value) const {
-    if (i >= count) return;
-    if (dtype == kFloat32)
-      pointer<float>(at)[i] = value;
-    else
-      pointer<u16>(at)[i] = static_cast<u16>(to_code(dtype, value));
-  }
 };
 
 // What is done with a reader. Structs, not lambdas: NVRTC takes a generic lambda for a host
@@ -148,8 +159,10 @@ struct StorePairs {
   template <typename Read>
   SN_DEVICE void operator()(Read read) const {
     block.each([&](int t) {
-      each_own<kInput / 2, kThreads>(
-          t, [&](int i, int m) { point<kThreads>(data, t, i) = read(m); });
+      SN_UNROLL
+      for (int i = 0; i < kPairs; ++i)
+        if (inside<kInput / 2, kThreads>(t, i))
+          point<kThreads>(data, t, i) = read(t + i * kThreads);
     });
   }
 };
@@ -187,12 +200,15 @@ SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& value
     Fft::join_spans(block, data, twiddles, kScale);
   } else if constexpr (kTransform == kFft) {
     block.each([&](int t) {
-      Fft::each_pair(t, [&](int, int k) {
+      SN_UNROLL
+      for (int i = 0; i < Fft::kPairs; ++i) {
+        const int k = t + i * kThreads;
+        if (!inside<kBlock / 4 + 1, kThreads>(t, i)) continue;
         const auto [low, high] = Fft::point_pair(point(data, k), point(data, kBlock / 2 - k),
                                                  twiddles, kScale, k);
         point(data, k) = low;
         if (k) point(data, kBlock / 2 - k) = high;
-      });
+      }
     });
   }
   if constexpr (kTransform == kDct)
@@ -203,7 +219,10 @@ SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& value
       return point<kSpan / 16>(data, Fft::place<8>(b, 0), r);
     });
   block.each([&](int t) {
-    each_own<kInput / 2, kThreads>(t, [&](int i, int m) {
+    SN_UNROLL
+    for (int i = 0; i < kPairs; ++i) {
+      const int m = t + i * kThreads;
+      if (!inside<kInput / 2, kThreads>(t, i)) continue;
       // Points lie swapped after an inverse transform.
       if (kTransform == kDct) {
         values.set(m, data[slot(m ^ 1)], data[slot((kBlock - 1 - m) ^ 1)]);
@@ -214,7 +233,7 @@ SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& value
         else
           values.set(m, both.re, both.im);
       }
-    });
+    }
   });
 }
 

@@ -25,7 +25,6 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int64_t kRows = 64;  // of a matrix, worked on while they are in the cache
-typedef float Quarter __attribute__((vector_size(16)));
 
 // 16 floats in registers of Width: a compiler makes slow code of vectors wider than the machine's.
 template <int Width>
@@ -61,13 +60,6 @@ struct Lanes {
     return (all[0] + all[2]) + (all[1] + all[3]);
   }
 };
-
-#if defined(__clang__) || __GNUC__ >= 12
-#define SN_PICK(a, b, w, x, y, z) __builtin_shufflevector(a, b, w, x, y, z)
-#else
-typedef int32_t Places __attribute__((vector_size(16)));
-#define SN_PICK(a, b, w, x, y, z) __builtin_shuffle(a, b, Places{w, x, y, z})
-#endif
 
 // The sums of four times 16 lanes.
 template <int Width>

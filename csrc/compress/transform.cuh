@@ -53,14 +53,6 @@ SN_DEVICE constexpr bool inside(int t, int i) {
   return (i + 1) * Threads <= Limit || t + i * Threads < Limit;
 }
 
-// body(i, m) for each m = t + i * Threads below Limit.
-template <int Limit, int Threads, typename Body>
-SN_DEVICE void each_own(int t, Body body) {
-  SN_UNROLL
-  for (int i = 0; i < (Limit + Threads - 1) / Threads; ++i)
-    if (inside<Limit, Threads>(t, i)) body(i, t + i * Threads);
-}
-
 // Discrete Fourier transform of R points in natural order, sign -1.
 template <int R>
 SN_DEVICE void small_dft(Complex* z) {
@@ -125,18 +117,15 @@ class RealFft {
   SN_DEVICE static void separate(const Block<T>& block, float* data, const Complex* twiddles,
                                  float scale) {
     block.each([&](int t) {
-      each_pair(t, [&](int, int k) {
+      SN_UNROLL
+      for (int i = 0; i < kPairs; ++i) {
+        const int k = t + i * T;
+        if (!inside<kPoints / 2 + 1, T>(t, i)) continue;
         const auto [low, high] = bin_pair(data, twiddles, scale, k);
         point(data, k) = low;
         point(data, kPoints - k) = high;
-      });
+      }
     });
-  }
-
-  // body(i, k) for each pair of bins k and N/2 - k of thread t, its i-th.
-  template <typename Body>
-  SN_DEVICE static void each_pair(int t, Body body) {
-    each_own<kPoints / 2 + 1, T>(t, body);
   }
 
   struct Pair {
@@ -216,16 +205,23 @@ class RealFft {
  private:
   template <int R, typename Read>
   SN_DEVICE static void gather(int t, Points& held, Read read) {
-    each_own<kPoints / R, T>(t, [&](int i, int b) {
+    constexpr int kEach = (kPoints / R + T - 1) / T;
+SN_UNROLL
+    for (int i = 0; i < kEach; ++i) {
+      const int b = t + i * T;
+      if (!inside<kPoints / R, T>(t, i)) continue;
 SN_UNROLL
       for (int r = 0; r < R; ++r) held(t, i * R + r) = read(b, r);
-    });
+    }
   }
 
   template <int R, int Stride>
   SN_DEVICE static void scatter(int t, Points& held, float* data, const Complex* twiddles) {
-    each_own<kPoints / R, T>(t, [&](int i, int b) {
-      const int c = L == N ? b : b % (kLength / R), j = c % Stride;
+    constexpr int kEach = (kPoints / R + T - 1) / T;
+SN_UNROLL
+    for (int i = 0; i < kEach; ++i) {
+      const int b = t + i * T, c = L == N ? b : b % (kLength / R), j = c % Stride;
+      if (!inside<kPoints / R, T>(t, i)) continue;
       Complex z[R];
 SN_UNROLL
       for (int r = 0; r < R; ++r) {
@@ -240,7 +236,7 @@ SN_UNROLL
           reinterpret_cast<Complex*>(data)[to + (to >> 3) + r] = z[r];
         else
           point<Stride>(data, to, r) = z[r];
-    });
+    }
   }
 
   template <int Stride>
@@ -294,22 +290,26 @@ SN_DEVICE void dct_from_points(const Block<T>& block, float* data, const Complex
   constexpr int P = N / 2;
   PerThread<typename Fft::Pair, Fft::kPairs, T> held;
   block.each([&](int t) {
-    Fft::each_pair(t, [&](int i, int k) {
-      held(t, i) = Fft::bin_pair(data, twiddles, k ? 1.41421356f * scale : scale, k);
-    });
+SN_UNROLL
+    for (int i = 0; i < Fft::kPairs; ++i)
+      if (const int k = t + i * T; k <= P / 2)
+        held(t, i) = Fft::bin_pair(data, twiddles, k ? 1.41421356f * scale : scale, k);
   });
   block.each([&](int t) {
-    Fft::each_pair(t, [&](int i, int k) {
+SN_UNROLL
+    for (int i = 0; i < Fft::kPairs; ++i) {
+      const int k = t + i * T;
+      if (k > P / 2) continue;
       const auto [low, high] = held(t, i);
       if (k == 0) {
         data[slot(0)] = low.re;
         data[slot(P)] = high.re;  // times sqrt(2) * cos(pi / 4)
-        return;
+        continue;
       }
       const Complex a = low * twiddles[Fft::kTurn + k], b = high * twiddles[Fft::kTurn + P - k];
       data[slot(k)] = a.re, data[slot(N - k)] = -a.im;
       data[slot(P - k)] = b.re, data[slot(P + k)] = -b.im;
-    });
+    }
   });
 }
 
@@ -321,25 +321,31 @@ SN_DEVICE void points_from_dct(const Block<T>& block, float* data, const Complex
   constexpr int P = N / 2;
   PerThread<typename Fft::Pair, Fft::kPairs, T> held;
   block.each([&](int t) {
-    Fft::each_pair(t, [&](int i, int k) {
+SN_UNROLL
+    for (int i = 0; i < Fft::kPairs; ++i) {
+      const int k = t + i * T;
+      if (k > P / 2) continue;
       if (k == 0) {
         held(t, i) = Fft::point_pair({data[slot(0)], 0.0f}, {data[slot(P)], 0.0f}, twiddles,
                                      scale, 0);
-        return;
+        continue;
       }
       const Complex low = {data[slot(k)], -data[slot(N - k)]};
       const Complex high = {data[slot(P - k)], -data[slot(P + k)]};
       held(t, i) = Fft::point_pair(low * conjugate(twiddles[Fft::kTurn + k]),
                                    high * conjugate(twiddles[Fft::kTurn + P - k]), twiddles,
                                    0.70710678f * scale, k);
-    });
+    }
   });
   block.each([&](int t) {
-    Fft::each_pair(t, [&](int i, int k) {
+SN_UNROLL
+    for (int i = 0; i < Fft::kPairs; ++i) {
+      const int k = t + i * T;
+      if (k > P / 2) continue;
       const auto [low, high] = held(t, i);
       point(data, k) = low;
       if (k) point(data, P - k) = high;
-    });
+    }
   });
 }
 

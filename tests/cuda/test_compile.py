@@ -83,7 +83,7 @@ def report(log: str) -> dict[str, int]:
 
 
 def test_messages_name_the_real_file_and_line():
-    opening = "SN_DEVICE void raise(u32& largest, Complex value) {"
+    opening = "SN_DEVICE void raise(u32& largest, u32 value) {"
     broken = _cuda.text("fused.cu").replace(opening, opening + " nothing();")
     program = fused(32, "fft")
     with pytest.raises(nvrtc.CompileError) as failed:

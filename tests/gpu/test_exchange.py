@@ -66,8 +66,13 @@ def test_what_a_step_drops_is_in_the_memory(alone, device, name, dtype):
     dropped = 0.0
     for it, total in due.items():
         kept = torch.zeros_like(total)
-        if state.exchange is not None and state.exchange.remembers(it):
-            kept = torch.as_tensor(state.exchange.residual(it)).to(device).view_as(total).double()
+        if state.engine.exchange.remembers(it):
+            kept = (
+                torch.as_tensor(state.engine.exchange.residual(it))
+                .to(device)
+                .view_as(total)
+                .double()
+            )
         # Roundings of float32, and of each step's mean to bfloat16, which is not remembered.
         bound = 1e-4 if dtype == torch.float32 else STEPS * 2.0**-8
         assert (paid[it] + kept - total).norm() <= bound * total.norm() + 1e-12, it
@@ -91,11 +96,11 @@ def test_a_state_goes_from_one_device_to_the_other(alone, device, name):
     other.load_state_dict(saved["model"])
     loaded = CompressionState(CLASSES[name], named_parameters=other.named_parameters())
     loaded.load_state_dict(saved["sent"])
-    names = [it for it, _ in model.named_parameters() if state.exchange.remembers(it)]
+    names = [it for it, _ in model.named_parameters() if state.engine.exchange.remembers(it)]
     assert names
     for it in names:
         first, second = (
-            torch.as_tensor(each.exchange.residual(it)).cpu() for each in (state, loaded)
+            torch.as_tensor(each.engine.exchange.residual(it)).cpu() for each in (state, loaded)
         )
         assert torch.equal(first.view(torch.int32), second.view(torch.int32)), it
 
@@ -117,8 +122,8 @@ def test_replicas_of_fsdp2(alone, device, name):
     for it, parameter in model.named_parameters():
         got, kept = parameter.grad.full_tensor(), 0.0
         assert got.device.type == device.type
-        if state.exchange.remembers(it):
-            kept = torch.as_tensor(state.exchange.residual(it)).to(device).view_as(got)
+        if state.engine.exchange.remembers(it):
+            kept = torch.as_tensor(state.engine.exchange.residual(it)).to(device).view_as(got)
         assert (got + kept - plain[it]).norm() <= 1e-4 * plain[it].norm() + 1e-12, it
 
 
