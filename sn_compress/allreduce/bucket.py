@@ -22,7 +22,7 @@ from ..arrays import full_fp32_matmul, host_threads, namespace, where_all
 from ..errors import CompressError
 from ..ops.fixed_point import PRIME, word_sum
 from ..ops.products import kernel, remembered
-from .methods.base import HEAD, Array, Method, Outcome, Send, State, StepOptions, Summed
+from .methods.base import HEAD, Array, Method, Outcome, Send, State, Step, StepOptions, Summed
 from .methods.low_rank import LowRank
 
 
@@ -122,25 +122,19 @@ class Bucket:
 
         Every rank makes the same call. Ranks that are fed the same sums return the same bits.
         """
+        steps: list[Step] = []
+        sends: dict[int, Send] = {}
         energy: Array | None = None
         with full_fp32_matmul(gradients[0]):
-            if memories is not None and (part := self._compiled(gradients, options)) is not None:
-                states = self._states(state)[0]
-                steps = [part.compiled_step(states, gradients, memories, options, added, outs)]
-            else:
-                if memories is not None:
-                    gradients, energy = self._added(gradients, memories, options.decay, added)
-                    if outs is not None:
-                        pairs = zip(outs, self.shapes, strict=True)
-                        outs = [namespace(out).reshape(out, shape) for out, shape in pairs]
-                into = [None] * len(self.parts) if outs is None else self._by_part(outs)
-                by_part = zip(
-                    self.parts, self._states(state), self._by_part(gradients), into, strict=True
-                )
-                steps = [part.step(of, mine, options, out) for part, of, mine, out in by_part]
-            sends = {place: next(step) for place, step in enumerate(steps)}
+            lists = [self._by_part(values) for values in (gradients, memories, added, outs)]
+            for part, shared, *arrays in zip(self.parts, self._states(state), *lists, strict=True):
+                step, square = self._begun(part, shared, options, *arrays)
+                send = next(step)
+                square = send.energy if square is None else square
+                energy = square if energy is None else energy + square
+                sends[len(steps)] = send
+                steps.append(step)
             xp = namespace(sends[0].words)
-            energy = sends[0].energy if energy is None else energy
             # Products with orthonormal directions have at most this norm. So where it is finite in
             # float32 no later round overflows: a step is lost in its first round or not at all.
             finite = None if energy is None else xp.isfinite(energy)
@@ -188,40 +182,38 @@ class Bucket:
                 sent=sum(outcome.sent for outcome in outcomes[1:]) + outcomes[0].sent,
             )
 
-    def _compiled(self, gradients: Sequence[Array], options: StepOptions) -> LowRank | None:
-        """The part whose rounds the extension computes, a call each; None where it may not.
-
-        It runs on one thread; products outside of it are spread over all there are. Beside other
-        parts it would change the last digits of the report, as C++ sums energies in float64
-        (docs/decisions/0094).
-        """
-        part = self.parts[0]
-        if len(self.parts) > 1 or options.exact or not isinstance(part, LowRank):
-            return None
-        of_numpy = all(type(gradient) is np.ndarray for gradient in gradients)
-        one_thread = of_numpy and host_threads(gradients[0]) == 1
-        return part if one_thread and kernel(_native.core()) is not None else None
-
-    def _added(
+    def _begun(
         self,
+        part: Method,
+        state: State,
+        options: StepOptions,
         gradients: Sequence[Array],
-        memories: Sequence[Array],
-        decay: float,
+        memories: Sequence[Array] | None,
         added: Sequence[Array | None] | None,
-    ) -> tuple[list[Array], Array]:
-        """Gradient plus memory of each tensor, [rows, columns], and all their squared norm."""
+        outs: Sequence[Array] | None,
+    ) -> tuple[Step, Array | None]:
+        """A part's step, and the squared norm of gradients and memories where it is known here."""
+        if memories is None:
+            return part.step(state, gradients, options, outs), None
+        if isinstance(part, LowRank) and _compiled(gradients, options):
+            return part.compiled_step(state, gradients, memories, options, added, outs), None
         xp, energy, matrices = namespace(gradients[0]), None, []
         into = added or [None] * len(gradients)
         for memory, gradient, out, shape in zip(
-            memories, gradients, into, self.shapes, strict=True
+            memories, gradients, into, part.shapes, strict=True
         ):
-            vector, square = remembered(memory, gradient, decay, out)
+            vector, square = remembered(memory, gradient, options.decay, out)
             matrices.append(xp.reshape(vector, shape))
             energy = square if energy is None else energy + square
-        return matrices, energy
+        if outs is not None:
+            pairs = zip(outs, part.shapes, strict=True)
+            outs = [namespace(out).reshape(out, shape) for out, shape in pairs]
+        return part.step(state, matrices, options, outs), energy
 
-    def _by_part(self, values: Sequence[Any]) -> list[Sequence[Any]]:
-        """Split a list by parts: the values of each part's tensors."""
+    def _by_part(self, values: Sequence[Any] | None) -> list[Any]:
+        """Split a list by parts: the values of each part's tensors; None for each without any."""
+        if values is None:
+            return [None] * len(self.parts)
         by_part, at = [], 0
         for part in self.parts:
             by_part.append(values[at : at + len(part.shapes)])
@@ -288,6 +280,16 @@ def traced_step(
     means = [xp.reshape(mean, (-1,)) for mean in result.mean]
     following = dict(zip(names, values[count:], strict=True))
     return StepResult(means, values[:count], following, result.numbers())
+
+
+def _compiled(gradients: Sequence[Array], options: StepOptions) -> bool:
+    """Whether the extension computes low rank, a call a round.
+
+    It runs on one thread; products outside of it are spread over all there are.
+    """
+    if options.exact or any(type(gradient) is not np.ndarray for gradient in gradients):
+        return False
+    return host_threads(gradients[0]) == 1 and kernel(_native.core()) is not None
 
 
 def _round(sends: dict[int, Send], finite: Array | None) -> Array:

@@ -233,6 +233,8 @@ class CompressionState:
         Before anything that may be an error of one rank only. like : a gradient
         """
         self.watch.called()
+        if self._knows_nodes and self.engine.agreed == self.ranks:
+            return  # in each bucket of each step: before a line is made of each parameter
         total = partial(self._total, like.device, self.collectives)
         fingerprint = fingerprint_of(self.names.known()) if self.names.complete else []
         if not self._states.saved(self.ranks):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from math import prod
 from typing import Any
 
@@ -80,7 +80,8 @@ def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
     return sorted(axes, key=lambda axis: (shape[axis] == 1, axis))
 
 
-def shape_of(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+@lru_cache(maxsize=4096)  # asked for each parameter in each step
+def shape_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
     """Its sizes in the order in which its axes lie: a plain reshape of its stretch of a bucket.
 
     >>> shape_of((8, 3, 5, 5), (75, 1, 15, 3)), shape_of((64, 32), (1, 64))

@@ -12,11 +12,14 @@ from sn_compress import PayloadError, _native
 from sn_compress.allreduce import bucket as bucket_module
 from sn_compress.allreduce.bucket import bucket_of
 from sn_compress.allreduce.methods.base import StepOptions
+from sn_compress.allreduce.methods.dense import Dense
 from sn_compress.allreduce.methods.low_rank import LowRank, _Tables
+from sn_compress.allreduce.methods.rows import Rows
 from sn_compress.allreduce.state import TensorState, exchange
 
 SHAPES = [(10, 128), (33, 300), (64, 31), (7, 5), (1, 1)]
 SIZES = [10, 8, 31, 1, 1]
+LOW_RANK = (LowRank,) * len(SHAPES)
 
 pytestmark = pytest.mark.skipif(
     _native.core() is None or _native.core().product_kernels() < 2, reason="no compiled kernels"
@@ -49,11 +52,14 @@ def gradients(rng, step, ranks):
     return made
 
 
-def trained(ranks, *, steps=9, damage=None):
+def trained(ranks, *, steps=9, damage=None, methods=LOW_RANK):
     """All that leaves the exchange, and what is kept, in each step."""
     rng = np.random.default_rng(7)
     means = [rng.standard_normal(a * b).astype("f4") for a, b in SHAPES]
-    parts = [LowRank([shape], [size]) for shape, size in zip(SHAPES, SIZES, strict=True)]
+    parts = [
+        method([shape], *([] if method is Dense else [[size]]))
+        for method, shape, size in zip(methods, SHAPES, SIZES, strict=True)
+    ]
     each = [
         [TensorState.of(part, mean) for part, mean in zip(parts, means, strict=True)]
         for _ in range(ranks)
@@ -92,11 +98,19 @@ def trained(ranks, *, steps=9, damage=None):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "steps", "damage"),
-    [(1, 7, None), (3, 8, (6, 0)), (3, 8, (6, 1)), (45, 3, None)],
+    ("ranks", "steps", "damage", "methods"),
+    [
+        (1, 7, None, LOW_RANK),
+        (3, 8, (6, 0), LOW_RANK),
+        (3, 8, (6, 1), LOW_RANK),
+        (3, 8, (6, 1), (Rows, LowRank, LowRank, Dense, LowRank)),
+        (45, 3, None, LOW_RANK),
+    ],
 )
-def test_bits_are_those_of_the_rounds_that_are_put_together(ranks, steps, damage, monkeypatch):
-    """With 45 ranks digits take two bytes."""
+def test_bits_are_those_of_the_rounds_that_are_put_together(
+    ranks, steps, damage, methods, monkeypatch
+):
+    """With 45 ranks digits take two bytes. Beside other methods low rank is compiled, too."""
     taken = []
 
     def noted(*given):
@@ -105,10 +119,10 @@ def test_bits_are_those_of_the_rounds_that_are_put_together(ranks, steps, damage
 
     compiled = LowRank.compiled_step
     monkeypatch.setattr(LowRank, "compiled_step", noted)
-    ours = trained(ranks, steps=steps, damage=damage)
+    ours = trained(ranks, steps=steps, damage=damage, methods=methods)
     assert len(taken) == steps * ranks
     monkeypatch.setattr(bucket_module, "kernel", lambda core: None)
-    theirs = trained(ranks, steps=steps, damage=damage)
+    theirs = trained(ranks, steps=steps, damage=damage, methods=methods)
     alike(ours, theirs)
     assert sum(it.ndim == 0 and it == -1 for it in ours) == (ranks if damage else 0)
 
