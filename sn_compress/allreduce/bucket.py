@@ -126,9 +126,10 @@ class Bucket:
         sends: dict[int, Send] = {}
         energy: Array | None = None
         with full_fp32_matmul(gradients[0]):
+            compiled = _compiled(gradients, options)
             lists = [self._by_part(values) for values in (gradients, memories, added, outs)]
             for part, shared, *arrays in zip(self.parts, self._states(state), *lists, strict=True):
-                step, square = self._begun(part, shared, options, *arrays)
+                step, square = _begin(part, compiled, shared, options, *arrays)
                 send = next(step)
                 square = send.energy if square is None else square
                 energy = square if energy is None else energy + square
@@ -181,34 +182,6 @@ class Bucket:
                 energy=energy,
                 sent=sum(outcome.sent for outcome in outcomes[1:]) + outcomes[0].sent,
             )
-
-    def _begun(
-        self,
-        part: Method,
-        state: State,
-        options: StepOptions,
-        gradients: Sequence[Array],
-        memories: Sequence[Array] | None,
-        added: Sequence[Array | None] | None,
-        outs: Sequence[Array] | None,
-    ) -> tuple[Step, Array | None]:
-        """A part's step, and the squared norm of gradients and memories where it is known here."""
-        if memories is None:
-            return part.step(state, gradients, options, outs), None
-        if isinstance(part, LowRank) and _compiled(gradients, options):
-            return part.compiled_step(state, gradients, memories, options, added, outs), None
-        xp, energy, matrices = namespace(gradients[0]), None, []
-        into = added or [None] * len(gradients)
-        for memory, gradient, out, shape in zip(
-            memories, gradients, into, part.shapes, strict=True
-        ):
-            vector, square = remembered(memory, gradient, options.decay, out)
-            matrices.append(xp.reshape(vector, shape))
-            energy = square if energy is None else energy + square
-        if outs is not None:
-            pairs = zip(outs, part.shapes, strict=True)
-            outs = [namespace(out).reshape(out, shape) for out, shape in pairs]
-        return part.step(state, matrices, options, outs), energy
 
     def _by_part(self, values: Sequence[Any] | None) -> list[Any]:
         """Split a list by parts: the values of each part's tensors; None for each without any."""
@@ -282,8 +255,35 @@ def traced_step(
     return StepResult(means, values[:count], following, result.numbers())
 
 
+def _begin(
+    part: Method,
+    compiled: bool,
+    state: State,
+    options: StepOptions,
+    gradients: Sequence[Array],
+    memories: Sequence[Array] | None,
+    added: Sequence[Array | None] | None,
+    outs: Sequence[Array] | None,
+) -> tuple[Step, Array | None]:
+    """A part's step, and the squared norm of gradients and memories where it is known here."""
+    if memories is None:
+        return part.step(state, gradients, options, outs), None
+    if isinstance(part, LowRank) and compiled:
+        return part.compiled_step(state, gradients, memories, options, added, outs), None
+    xp, energy, matrices = namespace(gradients[0]), None, []
+    into = added or [None] * len(gradients)
+    for memory, gradient, out, shape in zip(memories, gradients, into, part.shapes, strict=True):
+        vector, square = remembered(memory, gradient, options.decay, out)
+        matrices.append(xp.reshape(vector, shape))
+        energy = square if energy is None else energy + square
+    if outs is not None:
+        pairs = zip(outs, part.shapes, strict=True)
+        outs = [namespace(out).reshape(out, shape) for out, shape in pairs]
+    return part.step(state, matrices, options, outs), energy
+
+
 def _compiled(gradients: Sequence[Array], options: StepOptions) -> bool:
-    """Whether the extension computes low rank, a call a round.
+    """Whether the extension computes parts of low rank, a call a round.
 
     It runs on one thread; products outside of it are spread over all there are.
     """

@@ -20,7 +20,7 @@ from ..saved import arrays_of, held, reading
 from ..settings import Settings
 from .engine import Engine
 from .feedback import ErrorFeedback
-from .hierarchy import Place, loadable, states_to_load, with_rest
+from .hierarchy import Place, loadable, saved_elsewhere, states_to_load, with_rest
 
 _FORMAT = 1
 _ARRAY = "array of the file"  # the only key of a node that stands for an array
@@ -133,6 +133,7 @@ class NodeStates:
     def __init__(self, engine: Engine) -> None:
         self.place: Place | None = None
         self.loaded: list[dict[str, Any]] | None = []
+        self._all_states: Callable[[], Sequence[dict[str, Any]]] | None = None
         self._engine = engine
 
     def saved(self, ranks: int) -> dict[str, Any] | None:
@@ -144,15 +145,26 @@ class NodeStates:
         merged = not loaded or (len(loaded) > 1 and loaded[0]["ranks"] != ranks)
         return None if merged else loaded[0].get("hierarchy")  # type: ignore[index]
 
-    def load(self, state: Any, *, ranks: int, rank: int, own: bool = False, **how: Any) -> None:
+    def load(
+        self,
+        state: Any,
+        *,
+        ranks: int,
+        rank: int,
+        own: bool = False,
+        all_states: Callable[[], Sequence[dict[str, Any]]] | None = None,
+        **how: Any,
+    ) -> None:
         """Load this rank's state, or the list of all ranks', as load_state_dict does.
 
         own : take a single state for this rank's, whichever rank has saved it
+        all_states : returns the list; called if the nodes turn out to be others than when it was
+            saved
         """
         one = isinstance(state, dict)
         fits = state | {"ranks": ranks, "rank": rank} if one and own else loadable(state, ranks)
         load_state_dict(self._engine, fits, ranks=ranks, rank=rank, **how)
-        self.loaded = [state] if one else list(state)
+        self.loaded, self._all_states = [state] if one else list(state), all_states
 
     def settle(
         self, tensors: Iterable[tuple[str, int]], *, ranks: int, rank: int, **how: Any
@@ -162,6 +174,9 @@ class NodeStates:
         tensors : see Place.owned_names
         """
         states, self.loaded = self.loaded, []
+        all_states, self._all_states = self._all_states, None
+        if states and all_states is not None and saved_elsewhere(states[0], self.place):
+            states = list(all_states())
         # As the state of one rank of one, of which this rank keeps what it owns.
         if states is None and self.place is not None:
             states = [state_dict(self._engine, ranks=1, rank=0)]

@@ -167,6 +167,12 @@ class Place:
         return {"nodes": nodes, "inside_bytes": self.sent_bytes / max(1, steps)}
 
 
+def saved_elsewhere(state: Mapping[str, Any], place: Place | None) -> bool:
+    """Return whether a state was saved with other nodes than this rank's."""
+    saved = state.get("hierarchy")
+    return (saved and saved["nodes"]) != (place and place.state()["nodes"])
+
+
 def states_to_load(
     states: Sequence[Mapping[str, Any]], place: Place | None, tensors: Iterable[tuple[str, int]]
 ) -> list[dict[str, Any]] | None:

@@ -20,7 +20,7 @@ where the tensors are; with the extra [cuda] the payloads of FFTCompression are 
 import logging
 import os
 import socket
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -366,14 +366,24 @@ class CompressionState:
         state["hierarchy"] = self._states.saved(self.ranks)
         return registry.map_tree(np.ndarray, torch.from_numpy, state)
 
-    def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
+    def load_state_dict(
+        self,
+        state: dict[str, Any] | Sequence[dict[str, Any]],
+        all_states: Callable[[], Sequence[dict[str, Any]]] | None = None,
+    ) -> None:
         """Take over this rank's state, or the list of all ranks' states, in order of rank.
 
         From another number of ranks, or other nodes, each takes the mean; for those the list is
         needed. Nothing changes if a state does not fit.
+
+        all_states : returns the list. Called at the first step, if as many ranks are on other
+            nodes now: so that otherwise each rank reads its own state only.
         """
-        arrays = loaded_arrays(state)
-        self._states.load(arrays, ranks=self.ranks, rank=self.rank, **self._checks())
+        rest = None if all_states is None else lambda: loaded_arrays(all_states())
+        self._states.load(
+            loaded_arrays(state), all_states=rest, ranks=self.ranks, rank=self.rank,
+            **self._checks(),
+        )  # fmt: skip
         if self._knows_nodes:
             self._settle()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def save(state: CompressionState | None, folder: str | Path, number: int = 0) ->
 
 
 def load(state: CompressionState | None, folder: str | Path, number: int = 0) -> None:
-    """Load what `save` wrote: this rank's state, or the mean of all if the rank count changed.
+    """Load what `save` wrote: this rank's state, or the mean of all if ranks or nodes changed.
 
     Where the checkpoint has none, as before compression was switched on, the memory begins empty
     and an UncalledWarning says so. Raises CompressError if some of the files are missing.
@@ -76,15 +77,24 @@ def load(state: CompressionState | None, folder: str | Path, number: int = 0) ->
         start_empty(state, f"{folder} has no {own_file.name}")
         return
     saved = torch.load(first, map_location="cpu", weights_only=True)
-    if saved["ranks"] != state.ranks:
-        files = [_file(folder, rank, number) for rank in range(saved["ranks"])]
-        if missing := [file.name for file in files if not file.exists()]:
-            raise CompressError(
-                f"{folder} was saved by {saved['ranks']} ranks and has no {', '.join(missing)}; "
-                f"expected all, as there are {state.ranks} ranks now. Copy them together."
-            )
-        saved = [torch.load(file, map_location="cpu", weights_only=True) for file in files]
-    state.load_state_dict(saved)
+    all_states = partial(_load_all, state, folder, number, saved["ranks"])
+    if saved["ranks"] != state.ranks or first is not own_file:
+        state.load_state_dict(all_states())
+    else:
+        state.load_state_dict(saved, all_states)
+
+
+def _load_all(
+    state: CompressionState, folder: str | Path, number: int, ranks: int
+) -> list[dict[str, Any]]:
+    """The states that so many ranks have saved, in order of rank."""
+    files = [_file(folder, rank, number) for rank in range(ranks)]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CompressError(
+            f"{folder} was saved by {ranks} ranks and has no {', '.join(missing)}; expected all, "
+            f"as there are {state.ranks} ranks now, or they are on other nodes. Copy them together."
+        )
+    return [torch.load(file, map_location="cpu", weights_only=True) for file in files]
 
 
 def start_empty(state: CompressionState, what: str) -> None:

@@ -323,7 +323,7 @@ def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
     nodes.load(loaded_arrays(state), **_place(optimizer), own=True, check=check)
 
 
-def _place(optimizer: Any) -> dict[str, int]:
+def _place(optimizer: Any) -> dict[str, Any]:
     sets = optimizer.process_set
     here = sets.included()
     return {"ranks": sets.size() if here else 1, "rank": sets.rank() if here else 0}

@@ -5,6 +5,7 @@ Cases of other programs that hold whatever way gradients travel run here as well
 
 import copy
 import os
+import tempfile
 from functools import partial
 
 import behave
@@ -33,6 +34,7 @@ from cases import (
 from torch import nn
 
 from sn_compress import AutoCompression, LowRankCompression
+from sn_compress.torch.integrations import attach
 
 
 def start():
@@ -123,6 +125,29 @@ def a_run_goes_on_with_other_nodes():
             assert "Load the list" in said, said
 
 
+def a_checkpoint_goes_on_with_other_nodes():
+    """As of Trainer, accelerate and Lightning: the files of all ranks are read where they must."""
+    flat = FFT.using(hierarchy=None)
+    for first, then in ((FFT, flat), (flat, FFT), (FFT, FFT)):
+        model, folder = net(), everyone(tempfile.mkdtemp())[0]
+        ddp, state = hooked(model, first)
+        train(ddp, range(4))
+        attach.save(state, folder)
+        dist.barrier()
+        left = {name: residual(state, name, p) for name, p in model.named_parameters()}
+        ddp, other = hooked(model, then)
+        attach.load(other, folder)
+        other.agree(torch.zeros(1))
+        for name, parameter in model.named_parameters():
+            now = residual(other, name, parameter)
+            assert (now - left[name]).norm() <= 1e-5 * left[name].norm(), name
+    if RANK == 0:
+        os.remove(os.path.join(folder, "compression-rank3.pt"))
+    dist.barrier()
+    _, other = hooked(model, flat)
+    assert "compression-rank3.pt" in message_of(partial(attach.load, other, folder))
+
+
 def go_on_from(model, compression, saved):
     ddp, state = hooked(copy.deepcopy(model), compression)
     state.load_state_dict(saved)
@@ -165,7 +190,8 @@ def tuned_by_nodes():
 
 CASES = [
     plain_means_are_the_means, every_tensor_has_one_owner, fewer_bytes_leave_a_node_than_without,
-    a_run_goes_on_bit_by_bit, a_run_goes_on_with_other_nodes, uneven_nodes_exchange_as_without,
+    a_run_goes_on_bit_by_bit, a_run_goes_on_with_other_nodes,
+    a_checkpoint_goes_on_with_other_nodes, uneven_nodes_exchange_as_without,
     a_group_of_some_ranks_has_nodes_of_its_own, tuned_by_nodes,
     behave.ranks_stay_bit_identical, behave.nothing_is_lost, behave.nothing_is_lost_when_unused,
     behave.not_a_number_reaches_all, outcomes.what_is_thrown_away_leaves_no_trace,
