@@ -76,6 +76,8 @@ def computed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
     """Yield the expressions and statements in a node, without annotations and messages."""
     for name, value in ast.iter_fields(node):
         for child in (value if isinstance(value, list) else [value]) if name not in NOT_RUN else ():
+            if isinstance(child, ast.keyword) and child.arg == "strict":
+                continue  # of a zip: nothing changes until something else is wrong
             if isinstance(child, ast.expr | ast.stmt):
                 yield child
             if isinstance(child, ast.AST) and not isinstance(child, ast.Raise | ast.JoinedStr):
