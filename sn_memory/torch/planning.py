@@ -33,7 +33,6 @@ from .errors import (
     SampleError,
     SetsStateError,
     TraceError,
-    fails_on_sample,
     first_line,
 )
 from .large_logits import logits_note
@@ -208,8 +207,11 @@ class PlanOptions:
         except Exception as error:
             if "allocate memory" in str(error):  # the CPU's allocator has no class for it
                 raise
-            # Most often a sample that the model does not take.
-            raise fails_on_sample(name, *arguments, error) from error
+            runs_on(model, arguments)  # most often it does not, and this says so
+            raise TraceError(
+                f"{name} runs on the sample, but has no plan, because {why} By regions: {regions} "
+                f"By modules: {type(error).__name__}: {first_line(error)}. Train it without a plan."
+            ) from error
         warn(
             f"{name} is planned by modules, which saves less than a plan of its ops, because {why} "
             f"By regions: {regions}",

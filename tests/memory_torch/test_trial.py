@@ -152,6 +152,20 @@ def test_a_sample_on_which_the_model_fails_is_refused_with_its_error_and_shape(n
             estimate(model, sample)
 
 
+def test_a_model_that_runs_and_has_no_plan_is_not_said_to_fail_on_the_sample():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(32, 32)
+
+        def forward(self, x):
+            return torch.cond(x.sum() > 0, self.layer, torch.tanh, (x,))
+
+    words = "runs on the sample, but has no plan, because .* the higher-order op cond"
+    with pytest.raises(TraceError, match=words):
+        plan(Branches(), torch.randn(64, 32), "100%", **SETTINGS)
+
+
 @pytest.mark.parametrize("backend", ["graph", "compile", "modules"])
 def test_a_wrong_input_raises_the_models_error_and_logs_nothing(backend, capfd, caplog):
     planned = plan(mlp(4), torch.randn(64, 32), "100%", backend=backend, **SETTINGS)

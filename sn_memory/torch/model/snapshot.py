@@ -17,6 +17,7 @@ from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
@@ -171,6 +172,8 @@ class WrittenWeights(TorchDispatchMode):
     parts : parameters, each with a plain tensor that it consists of on this rank
     """
 
+    supports_higher_order_operators = True  # torch.cond and the like, which write to no input
+
     def __init__(self, parts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         super().__init__()
         self._weights = {part.untyped_storage()._cdata: (weight, part) for weight, part in parts}
@@ -190,6 +193,8 @@ class WrittenWeights(TorchDispatchMode):
             # A DTensor runs the op on its local tensor, and that call is dispatched here in turn.
             return NotImplemented
         kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)
         for tensor in written_to(func, args, kwargs):
             key = tensor.untyped_storage()._cdata
             if key in self._weights:

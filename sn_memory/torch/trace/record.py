@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -265,6 +266,8 @@ class Recorder(TorchDispatchMode):
     is_look : tells whether a call only looks at values that are there, which is no call of the step
     """
 
+    supports_higher_order_operators = True  # to refuse them by name
+
     def __init__(
         self,
         layouts: Layouts | None = None,
@@ -335,6 +338,10 @@ class Recorder(TorchDispatchMode):
         device = asked_for_device(func, args)
         if device is not None:
             return device
+        if isinstance(func, HigherOrderOperator):
+            raise TraceError(
+                f"it calls the higher-order op {func.name()}, whose functions are no ops to record."
+            )
         kwargs = kwargs or {}
         # Ops of `prim` ask a tensor for its device or layout: no kernel runs.
         if self._silent or func.namespace == "prim" or self._is_look(func, (args, kwargs)):
