@@ -25,10 +25,10 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "plan/policies": (("plan/policies.py",), 464, 300),
     "activations": (("activations",), 893, 800),
     "apoptosis": (("apoptosis",), 3140, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3442, 1700),
+    "torch: plan, estimate, verify, planned": (("torch",), 3444, 1700),
     "torch: target device": (("torch/target",), 1278, 700),
-    "torch: guards": (("torch/model",), 3358, 1700),
-    "torch: trace": (("torch/trace",), 3271, 2300),
+    "torch: guards": (("torch/model",), 3363, 1700),
+    "torch: trace": (("torch/trace",), 3278, 2300),
     "torch: eager": (("torch/eager",), 1933, 1500),
     "torch: host": (("torch/state", "torch/host"), 1738, 1300),
     "torch: compile": (("torch/compile",), 955, 700),
@@ -38,12 +38,12 @@ ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "torch: activations": (("torch/activations",), 2479, 1200),
     "tensorflow": (("tensorflow",), 6711, 4200),
 }
-TOTAL = (44_018, 28_000)
+TOTAL = (44_032, 28_000)
 MOST_FILES = (170, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes and for cores that ranks share (108), and groups in vectors (110).
-COMPRESS_LINES = (27_873, 19_500)
+COMPRESS_LINES = (27_919, 19_500)
 COMPRESS_FILES = (119, 120)
 
 

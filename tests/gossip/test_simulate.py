@@ -8,7 +8,7 @@ import pytest
 from sn_cli.main import main
 from sn_compress.errors import CompressError
 from sn_compress.gossip import topology
-from sn_compress.gossip.simulate import SCHEMES, simulate
+from sn_compress.gossip.simulate import SCHEMES, Curve, simulate
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +24,12 @@ def test_the_mean_model_descends_as_with_all_reduce(curves):
     for scheme in SCHEMES:
         # Rounding of 800 steps, of values of at most a few units.
         assert abs(np.array(curves[scheme].mean_loss) - expected).max() < 1e-10, scheme
+
+
+def test_a_curve_has_settled_in_its_last_quarter():
+    curve = Curve("any", (), tuple(range(8)), (), ())
+    assert curve.settled("distance") == 6.5
+    assert curve.growth() == 6.5 / 4.5
 
 
 def test_weights_stay_together_and_gradients_drift(curves):
