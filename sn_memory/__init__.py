@@ -1,6 +1,6 @@
-"""sn_memory: training in far fewer bytes held.
+"""sn_memory: train within a memory budget.
 
-The public names are loaded at first use (PEP 562), so `import sn_memory` costs a few milliseconds
+Public names are loaded at first use (PEP 562), so `import sn_memory` takes a few milliseconds
 and loads neither NumPy nor any framework.
 """
 

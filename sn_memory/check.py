@@ -1,9 +1,9 @@
-"""The judges: `check_plan` replays a plan, `check_packing` looks at addresses.
+"""Independent validators: `check_plan` replays a plan, `check_packing` checks offsets.
 
-They share nothing with the planner and the packers, by rule and by test. The replay keeps the
-plainest state there is (what is on the device in which version, what is on the host, when each lane
-is free again) and follows `docs/graph_format.md` to the letter; that page and this file say the
-same thing twice, once for people.
+They share nothing with the planner and the packers, which a test enforces. The replay keeps the
+simplest possible state (which version of what is on the device, what is on the host, when each lane
+is free again) and follows `docs/graph_format.md` exactly; that page is the description of this file
+for people.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from .plan.plan import Plan
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Predicted and replayed seconds are sums of the same terms, perhaps in another order: n terms of
-# relative rounding 2**-53 each stay far below this for any n that fits in memory.
+# Predicted and replayed seconds sum the same terms, possibly in another order: n relative rounding
+# errors of 2**-53 stay far below this for any n that fits in memory.
 SECONDS_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a plan did when replayed.
+    """The result of replaying a plan.
 
     Parameters
     ----------
@@ -42,11 +42,11 @@ class Replay:
     host_peak_bytes
         The most bytes held on the host.
     live_bytes
-        [actions] int64, bytes live during each action, workspace and duplicates included.
+        [actions] int64, bytes live during each action, including workspace and duplicates.
     start_s, end_s
-        [actions] float64, when each ran on its lane; for `free`, when the memory was given back.
+        [actions] float64, when each ran on its lane; for `free`, when the memory was freed.
     reruns
-        How many runs were not the first of their op.
+        The number of runs that were not the first of their op.
     """
 
     peak_bytes: int
@@ -62,9 +62,9 @@ class Replay:
 def check_plan(graph: Graph, plan: Plan) -> Replay:
     """Replay a plan; return its peak and seconds.
 
-    Raises PlanError naming the first violation: an action that cannot be carried out, an op that is
-    missing or out of order, a result that is lost, host memory overrun, the budget broken, or a
-    prediction that the replay does not confirm.
+    Raises PlanError naming the first violation: an invalid action, an op that is missing or out of
+    order, a lost result, host memory or the budget exceeded, or a prediction that the replay does
+    not confirm.
     """
     replay = carry_out(graph, plan)
     if plan.budget_bytes is not None and replay.peak_bytes > plan.budget_bytes:
@@ -77,7 +77,7 @@ def check_plan(graph: Graph, plan: Plan) -> Replay:
             f"peak_bytes: the plan says {plan.peak_bytes}, the replay reached {replay.peak_bytes} "
             f"at action {replay.peak_action} ({_said(plan, replay.peak_action)})."
         )
-    # `not <=` and not `>`, which NaN, neither above nor below, would pass.
+    # `not <=` instead of `>`, which would let NaN pass.
     if not abs(replay.seconds - plan.seconds) <= SECONDS_TOLERANCE * max(1e-9, replay.seconds):
         raise PlanError(
             f"seconds: the plan says {plan.seconds!r}, the replay took {replay.seconds!r}."
@@ -91,9 +91,9 @@ def check_plan(graph: Graph, plan: Plan) -> Replay:
 
 
 def carry_out(graph: Graph, plan: Plan) -> Replay:
-    """Replay a plan whatever it predicts, as one whose graph has other op seconds by now.
+    """Replay a plan, ignoring its predictions, e.g. if its graph has other op seconds by now.
 
-    Raises PlanError for actions that cannot be carried out.
+    Raises PlanError for invalid actions.
     """
     return _Replayer(graph, plan).result()
 
@@ -103,19 +103,19 @@ def _said(plan: Plan, at: int) -> str:
 
 
 class _Replayer:
-    """The state of one replay; `result` walks the actions."""
+    """The state of one replay; `result` runs the actions."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.graph, self.plan, self.arrays = graph, plan, graph.arrays
         self.sizes: list[int] = self.arrays.bytes.tolist()
         residents = np.flatnonzero(self.arrays.resident).tolist()
-        # On the device, by storage: which version, from when its bytes can be read, and which
-        # action freed it last.
+        # On the device, by storage: its version, when its bytes can be read, and the action that
+        # freed it last.
         self.version: dict[int, int] = dict.fromkeys(residents, 0)
         self.ready: dict[int, float] = {}
         self.gone: dict[int, int] = {}
-        # On the host, by storage: version, and when the copy is complete; and of what is still on
-        # the device, until when its bytes are being copied out.
+        # On the host, by storage: version, and when the copy is complete; for storages still on the
+        # device, until when their bytes are being copied out.
         self.host: dict[int, tuple[int, float]] = {}
         self.leaving: dict[int, float] = {}
         self.live = graph.base_bytes
@@ -154,7 +154,7 @@ class _Replayer:
         peak = int(live.max(initial=self.graph.base_bytes))
         return Replay(
             peak_bytes=peak,
-            # The first of several, as `argmax` has it.
+            # The first of several, as `argmax` returns it.
             peak_action=int(live.argmax()) if count else 0,
             seconds=self.compute,
             host_peak_bytes=self.host_peak,
@@ -185,7 +185,7 @@ class _Replayer:
         self.first_or_again(op)
         duplicates = 0
         for storage in arrays.outputs[op]:
-            # What exists already is made a second time, next to it, for as long as the op runs.
+            # An output that already exists is made a second time while the op runs.
             if storage in self.version or storage in self.host:
                 duplicates += self.sizes[storage]
             else:
@@ -195,7 +195,7 @@ class _Replayer:
             self.version[storage] += 1
         end = self.compute = start + arrays.seconds[op][way]
         for storage in (*arrays.outputs[op], *arrays.writes[op]):
-            # One that is on the host does not come to the device by this.
+            # This does not bring one that is on the host to the device.
             if storage in self.version and self.ready.get(storage, 0.0) < end:
                 self.ready[storage] = end
         return self.live + duplicates + arrays.workspace_bytes[op][way], start, end
@@ -229,7 +229,7 @@ class _Replayer:
         self.live -= self.sizes[storage]
         del self.version[storage]
         self.gone[storage] = self.at
-        # The memory is handed to someone else on the compute lane, so that lane waits.
+        # The memory is reused on the compute lane, so that lane waits.
         moment = max(self.compute, self.leaving.pop(storage, 0.0), self.ready.pop(storage, 0.0))
         self.compute = moment
         return before, moment, moment

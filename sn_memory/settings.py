@@ -1,8 +1,7 @@
-"""What holds for all plans of a process: `sn_memory.settings.progress = False`.
+"""Settings of the whole process: `sn_memory.settings.progress = False`.
 
-Progress, and whether work is counted in place of seconds, are no properties of one model: a program
-that logs, or whose ranks must plan alike, wants it of every plan, those made while training
-included.
+Progress output and deterministic planning are not properties of one model: a program that logs, or
+whose ranks must plan alike, wants them for every plan, including those made while training.
 """
 
 from __future__ import annotations
@@ -13,20 +12,19 @@ from typing import Final
 
 from .base.progress import ProgressOption
 
-# Count work in place of seconds, as `plan_graph` does: the same plan on a slow and on a fast
-# machine, whatever its load. With `profile=False`, and neither by modules nor by layers, whose
-# seconds are measured; `auto` does not fall back to them.
+# Count work instead of seconds, as in `plan_graph`, so that slow, fast and busy machines make the
+# same plan. Needs `profile=False`, and excludes the back ends that measure seconds (`modules`,
+# `layers`); `auto` does not fall back to them.
 deterministic: bool = False
-# None writes to standard error how far planning is, where that is a terminal: in one line. True
-# writes in any case, elsewhere in several; False never. A function takes a `sn_memory.Progress`
-# each time.
+# None: one line of progress on standard error, if that is a terminal. True: always, in several
+# lines where it is not a terminal. False: never. A function: called with each `sn_memory.Progress`.
 progress: ProgressOption = None
 
 _NAMES: Final = ("deterministic", "progress")
 
 
 class _Settings(ModuleType):
-    """Refuses names that are no settings: a misspelt one would change nothing."""
+    """Refuses unknown names: a misspelt setting would have no effect."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in _NAMES and not name.startswith("__"):
@@ -40,14 +38,14 @@ sys.modules[__name__].__class__ = _Settings
 
 
 def check_profile(*, profile: bool, backend: str, measuring: str) -> None:
-    """Raise ValueError for what measures seconds, where the plan is to be the same anywhere.
+    """Raise ValueError if seconds would be measured although `deterministic` is set.
 
-    measuring : the back end that does so in any case
+    measuring : the back end that always measures
     """
     if deterministic and (profile or backend == measuring):
         got = "profile=True" if profile else f"backend={backend!r}"
         raise ValueError(
-            f"got {got} with sn_memory.settings.deterministic, and measured seconds differ from "
-            "run to run. Pass profile=False, a device whose speeds are to count, and another back "
-            "end."
+            f"got {got} with sn_memory.settings.deterministic, but measured seconds differ from "
+            "run to run. Pass profile=False, a device whose speeds are to be used, and another "
+            "back end."
         )

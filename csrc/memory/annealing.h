@@ -6,8 +6,8 @@
 
 namespace sn {
 
-// The two transfer lanes: what a copy begins with, and what else that of each storage takes; closed
-// without. `pinned` below 0 is no limit.
+// The two transfer lanes: the latency of a copy, and its further seconds per storage; empty if there
+// are no lanes. `pinned` below 0 is no limit.
 struct Lanes {
   double latency = 0;
   std::vector<double> out, back;
@@ -15,16 +15,16 @@ struct Lanes {
   bool open() const { return !out.empty() && !back.empty(); }
 };
 
-// Per hole: 0, or if it is moved one more than the copies that ops wait for, kOut and kBack.
+// Per hole: 0, or, if it is moved, one more than the copies that ops wait for, kOut and kBack.
 using Moved = std::vector<char>;
 constexpr char kOut = 1, kBack = 2;
 
-// sn_memory.cost.offload: carries out choices whose moved holes get windows on the lanes.
+// sn_memory.cost.offload: simulates choices whose moved holes get windows on the lanes.
 class Offload {
  public:
   Offload(const Tables& tables, Simulation& simulation, const Lanes& lanes);
 
-  // False if the choice cannot be carried out, or the host is too small for it.
+  // False if the choice is infeasible, or the host is too small for it.
   bool run(const Choice& choice, const Moved& moved);
   double seconds = 0;
   const Simulation& made() const { return simulation_; }
@@ -40,7 +40,7 @@ class Offload {
   Lanes lanes_;
   std::vector<double> starts_, ends_, copied_, ready_;
   std::vector<Move> moves_;
-  // Per hole, the op by which its copy is back: its end, or an earlier one for a rebuild.
+  // Per hole, the op by which its copy must be back: its end, or an earlier one for a rebuild.
   std::vector<int32_t> ending_, chosen_, back_;
   std::vector<std::pair<int32_t, int32_t>> leave_, free_, fetch_;
 };
@@ -52,7 +52,7 @@ struct Settings {
   double warm = 0, cold = 0;
 };
 
-// Changes choice and moved to the fastest found within the budget, or else to the least peak found.
+// Changes choice and moved to the fastest found within the budget, else to the smallest peak found.
 // `leaves`, per hole: it may be spent on the host.
 void anneal(const Tables& tables, Simulation& simulation, const Lanes& lanes, const Settings& settings,
             const std::vector<char>& leaves, Choice& choice, Moved& moved, const Late& late);

@@ -17,7 +17,7 @@ using sn::Integers;
 using sn::unlocked;
 using ProblemPointer = std::shared_ptr<const sn::Indexed>;
 
-// A search works without the interpreter lock, so two threads could come in at once.
+// A search runs without the interpreter lock, so two threads could enter at the same time.
 struct Desk {
   sn::Search search;
   bool busy = false;
@@ -52,7 +52,7 @@ bool read_problem(PyObject* first_arg, PyObject* last_arg, PyObject* size_arg, P
   return true;
 }
 
-// The search of a capsule that no thread works on; nullptr with an exception otherwise.
+// The search of a capsule that no thread is using; nullptr with an exception otherwise.
 Desk* idle_desk(PyObject* capsule) {
   auto* desk = static_cast<Desk*>(PyCapsule_GetPointer(capsule, kSearch));
   if (!desk || !desk->busy) return desk;

@@ -101,7 +101,7 @@ void Simulation::fetch(int32_t storage) {
   absent_[storage] = -1;
 }
 
-// Finds the ops to run again before `op`, into runs_, and the storages to fetch, into fetched_.
+// Finds the ops to rerun before `op`, into runs_, and the storages to fetch, into fetched_.
 bool Simulation::closure(int32_t op) {
   ++stamp_;
   missing_.clear();
@@ -132,7 +132,7 @@ bool Simulation::closure(int32_t op) {
           missing_.push_back(source);
         }
       for (int32_t made : t_.outputs[again]) {
-        // What was changed in place since must not come back in its first version.
+        // A storage changed in place since must not come back in its first version.
         bool away = absent_[made] >= 0 || opened_[made] >= 0;
         auto chain = t_.chain[made];
         if (!away && storage_seen_[made] != stamp_ && chain.end() - chain.begin() > 1) {
@@ -174,7 +174,7 @@ void Simulation::rebuild(int32_t op, const Choice& choice) {
     }
 }
 
-// A double made after the last touch of the first is none: it gets an interval of its own.
+// A duplicate made after the last touch of the first is not one: it gets its own interval.
 void Simulation::settle() {
   if (doubled_.empty()) return;
   std::vector<std::pair<int32_t, std::pair<int32_t, int32_t>>> spans;

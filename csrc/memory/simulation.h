@@ -1,6 +1,6 @@
-// From decisions to runs, peak and seconds: sn_memory/plan/simulate.py, search/candidates.py say what and why;
-// tests/oracles has the same in Python, to the last bit of every sum. A search carries a choice
-// out thousands of times, so all scratch memory is kept between calls.
+// From decisions to runs, peak and seconds: sn_memory/plan/simulate.py, search/candidates.py explain it;
+// tests/oracles has the same in Python, to the last bit of every sum. A search simulates choices
+// thousands of times, so all scratch memory is kept between calls.
 #pragma once
 
 #include <cstdint>
@@ -58,12 +58,12 @@ struct Interval {
 
 using Choice = std::vector<int32_t>;
 
-// Carries choices out, one after the other; the fields are those of sn_memory.plan.simulate.Schedule.
+// Simulates choices, one after the other; the fields are those of sn_memory.cost.offload.Schedule.
 class Simulation {
  public:
   explicit Simulation(const Tables& tables);
 
-  // False if the choice cannot be carried out.
+  // False if the choice is infeasible.
   bool run(const Choice& choice, const std::vector<Move>& moves);
 
   std::vector<int32_t> ops, at;
@@ -72,8 +72,8 @@ class Simulation {
   std::vector<HostCopy> host_copies;
   double seconds = 0;
   int64_t peak() const;
-  // What was done so far, in ops carried out; looks at a table count as well. It depends on what was
-  // asked alone, so that a search can end by it on any machine alike.
+  // The work done so far, in simulated ops; table lookups count as well. It depends on the input
+  // only, so that a search limited by it is the same on any machine.
   int64_t work = 0;
 
  private:
@@ -97,10 +97,10 @@ class Simulation {
   std::vector<int32_t> move_of_, host_copy_of_;
 };
 
-// Asked now and then; true ends the work.
+// Called now and then; true ends the work.
 using Late = std::function<bool()>;
 
-// sn_memory.plan.search.candidates.fit and trim: both change the choice; fit says whether it found one.
+// sn_memory.plan.search.candidates.fit and trim: both change the choice; fit returns whether one was found.
 bool fit(const Tables& tables, Simulation& simulation, Choice& choice, const std::vector<Move>& moves,
          const std::vector<double>& factors, int64_t budget, double dear, int rounds,
          const Late& late);

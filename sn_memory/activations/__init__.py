@@ -1,4 +1,4 @@
-"""Activations in fewer bits: how much error a gradient bears, and which bits that allows."""
+"""Activation compression: how much error a gradient tolerates, and the bits that this allows."""
 
 from ..base.errors import AccuracyWarning
 from .controller import BatchSuggestion, Controller, suggest_batch

@@ -1,8 +1,8 @@
-"""Controller: from the error a gradient may have to the bits of each saved tensor.
+"""Controller: choose the bits of each saved tensor from the error that gradients may have.
 
-Asking the network would take extra backward passes (GACT: three per tensor). The variance of the
-error has a closed form (saved.py), so a sum of squares per layer, gathered every few hundred
-steps, is all that is needed. Between two of these the bits stay what they are.
+Measuring sensitivities would take extra backward passes (GACT: three per tensor). The variance of
+the error has a closed form (saved.py), so a sum of squares per layer, gathered every few hundred
+steps, is sufficient. In between, the bits do not change.
 """
 
 from __future__ import annotations
@@ -36,19 +36,20 @@ class Controller:
         Acceptable deviation of a gradient's error, as a fraction of the yardstick: 0.01 is 1 %
         of the momentum's mean magnitude, the paper's choice.
     budget_bytes
-        What saved tensors may take together.
+        The most bytes of all saved tensors together.
     bits
-        For all inputs of linear ops and norms alike (2 at least for norms); statistics are gathered
-        for the report only.
+        The same for all inputs of linear ops and norms (at least 2 for norms); statistics are
+        gathered only for the report.
     every
         Steps between two refreshes.
     start_bits
-        Until the first.
+        Until the first refresh.
     nonlinear_bits
-        Of tensors whose op is not linear in them; of what norms read, unless `bits` or a budget
-        asks for fewer.
+        For tensors whose op is not linear in them, and for inputs of norms unless `bits` or a
+        budget requires fewer.
     least_nonlinear_bits
-        What a budget may take of these, norms aside. Below 8 comes an AccuracyWarning.
+        The fewest bits to which a budget may reduce these, except norms. Below 8 there is an
+        AccuracyWarning.
 
     Examples
     --------
@@ -78,7 +79,7 @@ class Controller:
         if len(goals) != 1:
             raise ValueError(
                 f"Controller: got {', '.join(goals) or 'nothing'}; expected exactly one of error, "
-                "budget_bytes and bits. Give the one that matters to you."
+                "budget_bytes and bits. Pass one of them."
             )
         _check("error", error, error is None or error > 0, "above 0")
         _check("budget_bytes", budget_bytes, budget_bytes is None or budget_bytes >= 0, "0 or more")
@@ -97,11 +98,11 @@ class Controller:
         self._warned = False
 
     def due(self, step: int) -> bool:
-        """Whether statistics are wanted of this step; the first is 0."""
+        """Whether to gather statistics in this step; the first step is 0."""
         return step % self.every == 0
 
     def bits(self, key: str, *, kind: LossyTreatment = "linear") -> int | None:
-        """Return the bits of a tensor; None: keep it as it is."""
+        """Return the bits of a tensor; None to keep it uncompressed."""
         # Until a choice was made.
         first = self.nonlinear_bits
         if kind == "linear":
@@ -111,7 +112,7 @@ class Controller:
         return self._bits.get(key, first)
 
     def tolerance(self, key: str) -> float:
-        """Return the tolerance of errors to nearest that `error` allows, for the paper's codec."""
+        """Return the round-to-nearest tolerance that `error` allows, for the paper's codec."""
         row = self._seen.rows.get(key)
         if self.error is None or row is None or row.gradient_energy is None:
             return math.inf
@@ -126,40 +127,40 @@ class Controller:
         self, key: str, *, n: int, bits: int | None, variance: float | None,
         nonzero: float | None = 1.0, kind: LossyTreatment = "linear", group: str = "",
     ) -> None:  # fmt: skip
-        """Take note of a compressed tensor; without its variance, what is known stays."""
+        """Record a compressed tensor; without a variance, the known one is kept."""
         before = self._seen.rows.get(key, Row(key, n, bits, 0.0))
         self._seen.rows[key] = replace(
             before, n=n, bits=bits, kind=kind, group=group or key,
-            # Carried over to the bits it has now, which may not be those it was measured at.
+            # Converted to the current bits, which may differ from those it was measured at.
             variance=before.variance_at(bits) if variance is None else variance,
             nonzero=before.nonzero if nonzero is None else nonzero,
         )  # fmt: skip
 
     def forget(self, place: str) -> None:
-        """Forget a tensor, or those that a module saved: it saves others from now on."""
-        # A key is the path of a module, a slash, the op: what is below is a part of the module.
+        """Forget a tensor, or all tensors of a module, which saves others from now on."""
+        # A key is the path of a module, a slash, and the op.
         below = (f"{place}/", f"{place}.")
         for known in (self._seen.rows, self._seen.others, self._bits):
             for key in [key for key in known if key == place or key.startswith(below)]:
                 del known[key]
 
     def observe_other(self, key: str, *, nbytes: int) -> None:
-        """Take note of bytes that no choice changes: masks, indices, what is kept exactly."""
+        """Record bytes that no choice changes: masks, indices, uncompressed tensors."""
         self._seen.others[key] = nbytes
 
     def observe_gradient(
         self, key: str, *, energy: float, outputs: int, yardstick: float, coverage: float = 1.0
     ) -> None:
-        """Take note of what arrived at the output of the layer that saved `key`."""
+        """Record the gradient that arrived at the output of the layer that saved `key`."""
         about = {"outputs": outputs, "yardstick": yardstick, "coverage": coverage}
         self._note(key, gradient_energy=energy, **about)
 
     def observe_error(self, key: str, sd: float) -> None:
-        """Take note of a measured deviation of the gradient's error."""
+        """Record a measured standard deviation of the gradient's error."""
         self._note(key, measured_sd=sd)
 
     def timed(self, key: str, seconds: float) -> None:
-        """Take note of what packing and unpacking a tensor takes."""
+        """Record the seconds of packing and unpacking a tensor."""
         self._note(key, seconds=seconds)
 
     def _note(self, key: str, **about: Any) -> None:
@@ -167,18 +168,18 @@ class Controller:
             self._seen.rows[key] = replace(self._seen.rows[key], **about)
 
     def overflowed(self, key: str) -> None:
-        """Take note that too many elements escaped: wider next time, or kept as it is."""
+        """Record that too many elements overflowed: more bits next time, or uncompressed."""
         row = self._seen.rows.get(key, Row(key, 0, self.bits(key), 0.0))
         row = replace(row, overflows=row.overflows + 1)
         self._seen.rows[key] = row
-        # None already: it is kept as it is, and nothing is wider.
+        # None: it is already kept uncompressed.
         now = self._bits.get(key, row.bits)
         wider = [b for b in WIDTHS if now is not None and b > now]
         self._bits[key] = wider[0] if wider and row.overflows < OVERFLOWS else None
 
     def refresh(self) -> None:
-        """Choose again from what was observed. Tensors kept exactly after overflows stay so."""
-        # With fixed bits nothing is chosen: statistics are for the report.
+        """Choose again from the observations. Tensors kept exactly after overflows stay so."""
+        # With fixed bits nothing is chosen: statistics are only for the report.
         if self.error is not None:
             for row in self._seen.free:
                 if row.kind == "linear" and row.gradient_energy is not None:
@@ -187,8 +188,8 @@ class Controller:
             self._for_budget(self.budget_bytes)
 
     def _for_error(self, row: Row, error: float) -> int:
-        """The least bits that keep to the error; with a yardstick of zero, all."""
-        # A tensor whose elements escaped does not go back to 1 bit.
+        """The fewest bits that keep the error; with a yardstick of zero, the most."""
+        # A tensor that overflowed does not go back to 1 bit.
         floor = 1 + (row.overflows > 0)
         for bits in WIDTHS[:-1]:
             sd = row.predicted_sd(bits)
@@ -204,28 +205,28 @@ class Controller:
             least_nonlinear_bits=self.least_nonlinear_bits,
         )
         self._bits |= choice.bits
-        # Once: a choice is made again every few hundred steps.
+        # Warn once: a choice is made again every few hundred steps.
         if choice.nonlinear and choice.nonlinear_bits < self.nonlinear_bits and not self._warned:
             self._warned = True
             wanted = self._seen.held(2, 2, self.nonlinear_bits)
             warnings.warn(
                 f"the budget of {show_bytes(budget_bytes)} leaves {choice.nonlinear_bits} bits for "
-                f"what GELU, attention and the like read, {choice.nonlinear} tensors of "
+                f"inputs of GELU, attention and the like, {choice.nonlinear} tensors of "
                 f"{choice.tensors}. On a small transformer 4 bits cost a point of accuracy and 2 "
-                f"broke training. Raise the budget above {show_bytes(wanted)}, or let modules run "
-                "again: plan(model, sample, budget).",
+                f"broke training. Raise the budget above {show_bytes(wanted)}, or recompute "
+                "modules: plan(model, sample, budget).",
                 AccuracyWarning,
                 stacklevel=2,
             )
 
     @property
     def total_bytes(self) -> int:
-        """What is kept of all tensors seen, at the bits chosen now."""
+        """Bytes kept for all observed tensors, with the current bits."""
         bits = {row.key: self.bits(row.key, kind=row.kind) for row in self.rows()}
         return self._seen.held_at(bits)
 
     def held_under(self, keys: Collection[str], bits: int | None = None) -> int:
-        """What is kept under some keys, in the bits of the last observation or these."""
+        """Bytes kept under some keys, with these bits or those of the last observation."""
         rows = [row for row in self.rows() if row.key in keys]
         widths = [bits if bits and self._seen.is_free(row) else row.bits for row in rows]
         return sum(map(compressed_bytes, (row.n for row in rows), widths)) + sum(
@@ -233,11 +234,11 @@ class Controller:
         )
 
     def held_at(self, bits: int) -> int:
-        """What would be kept with these bits of inputs of linear ops and norms."""
+        """Bytes that would be kept with these bits for inputs of linear ops and norms."""
         return self._seen.held(bits, bits, self.nonlinear_bits)
 
     def rows(self) -> list[Row]:
-        """What is known of each tensor, in the order they were first saved."""
+        """The statistics of each tensor, in the order they were first saved."""
         return list(self._seen.rows.values())
 
     def report(self) -> str:
@@ -265,11 +266,11 @@ def _check(name: str, got: object, ok: bool, expected: str) -> None:
 
 @dataclass(frozen=True)
 class BatchSuggestion:
-    """What fits and what it brings.
+    """The largest batches that fit, and their throughput.
 
     batch : the largest that fits with compressed activations
     plain_batch : the largest that fits without
-    samples_per_s, plain_samples_per_s : expected with each, or None where seconds were not given
+    samples_per_s, plain_samples_per_s : expected with each; None if seconds were not passed
     """
 
     batch: int
@@ -296,22 +297,22 @@ def suggest_batch(
     compressed_step_s: tuple[float, float] | None = None,
     multiple: int = 1,
 ) -> BatchSuggestion:
-    """Return the largest batch that fits, compressed and plain.
+    """Return the largest batch that fits, with compressed activations and without.
 
-    The paper's second half (Jin et al., arXiv 2011.09017): memory that is free again is spent on a
-    larger batch, which keeps the device busier. What a step costs is affine in the batch as long as
-    it is busy, so two measured batches tell the throughput of a third.
+    The paper's second half (Jin et al., arXiv 2011.09017): the freed memory is used for a larger
+    batch, which keeps the device busier. A step's time is affine in the batch as long as the device
+    is busy, so two measured batches predict the throughput of a third.
 
     Parameters
     ----------
     budget_bytes
         Memory of the device.
     fixed_bytes
-        What does not grow with the batch: parameters, gradients, the optimizer's state.
+        Bytes that do not grow with the batch: parameters, gradients, the optimizer's state.
     sample_bytes, compressed_sample_bytes
         Activations saved per sample, plain and compressed.
     transient_sample_bytes
-        What a sample needs besides, in both: the largest layer's working set.
+        Further bytes per sample, in both cases: the largest layer's working set.
     step_s, compressed_step_s
         Seconds of a step as (constant, per sample), plain and compressed.
     multiple
@@ -337,7 +338,7 @@ def suggest_batch(
             f"suggest_batch: got {sample_bytes} and {compressed_sample_bytes} bytes per sample, "
             f"{transient_sample_bytes} besides, multiples of {multiple}; expected sizes above zero"
         )
-    # What is there for a moment only costs the same with and without compression.
+    # Transient bytes are the same with and without compression.
     batches = [
         int((budget_bytes - fixed_bytes) // (held + transient_sample_bytes)) // multiple * multiple
         for held in (compressed_sample_bytes, sample_bytes)

@@ -1,9 +1,9 @@
-"""Neurons merged while a network trains: what may go, what takes its place, what that changes.
+"""Merging neurons during training: which ones to remove, what replaces them, and the change.
 
-Pure NumPy. The rims (`.torch`, `.tensorflow`) ask a framework for statistics, obey what is decided
-here, and shrink weights, norms and the optimizer's state. Siegel, Daily, Vishnu 2016
+Pure NumPy. The framework rims (`.torch`, `.tensorflow`) gather statistics, carry out the decisions
+made here, and shrink weights, norms and the optimizer's state. Siegel, Daily, Vishnu 2016
 ("Adaptive neuron apoptosis", arXiv 1610.00790) merge neurons of nearly the same direction; here the
-change of what the next layers put out is measured, and `tolerance` is its limit.
+change of the next layers' outputs is measured, and limited by `tolerance`.
 """
 
 from .merge import Choice, Reader, choose, fold

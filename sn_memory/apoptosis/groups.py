@@ -1,8 +1,8 @@
-"""Which dimensions of which parameters can only shrink together: what a rim's walk fills in.
+"""Groups: which dimensions of which parameters must shrink together; filled in by a rim's walk.
 
-Layers that make channels start a group, sums of two groups make them one, layers that mix channels
-read it. A value's tag is where it holds the channels of its group. What a rim does not understand
-is not guessed: the groups it touches are left as they are, with the reason.
+Layers that produce channels start a group, sums join two groups, and layers that mix channels are
+its readers. A value's tag says where it holds the channels of its group. Nothing is guessed: groups
+touched by an unknown call are left unchanged, with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Tag:
     places: int = 1
 
     def lies_as(self, other: Tag) -> bool:
-        """Whether both values hold their channels at the same places."""
+        """Whether both values hold their channels in the same layout."""
         return (self.axis, self.places) == (other.axis, other.places)
 
 
@@ -35,7 +35,7 @@ class Tag:
 class Slice:
     """A parameter or buffer with `places` consecutive rows for each neuron, from row `start` on.
 
-    `call` uses it. A layer that makes queries, keys and values has three slices of its weight.
+    `call` uses it. A layer that produces queries, keys and values has three slices of its weight.
     """
 
     name: str
@@ -58,9 +58,9 @@ class Site:
 
 @dataclass
 class Group:
-    """Neurons that can only shrink together; `reason` says why they cannot, if they cannot.
+    """Neurons that must shrink together; `reason` says why they cannot shrink, if so.
 
-    A neuron is `block` channels of the layer that makes it: more than one in a head of attention.
+    A neuron is `block` channels of the layer that produces it: several for an attention head.
     """
 
     width: int
@@ -76,21 +76,21 @@ class Group:
 
     @property
     def parameters(self) -> list[str]:
-        """The names of what is cut, or added to, when it shrinks."""
+        """The names of the parameters that are cut or changed when it shrinks."""
         readers = [name for site in self.sites for name in (site.weight, site.bias)]
         return [piece.name for piece in self.slices] + [name for name in readers if name]
 
     def refuse(self, reason: str) -> None:
-        """Leave the group as it is; the first reason is the one that is reported."""
+        """Leave the group unchanged; the first reason is reported."""
         self.reason = self.reason or reason
 
 
-class Refusal(Exception):  # noqa: N818 - an answer, which `Groups.follow` takes, and no error
-    """A rule does not know what a call does to channels."""
+class Refusal(Exception):  # noqa: N818 - a result that `Groups.follow` catches, not an error
+    """A rule cannot tell what a call does to channels."""
 
 
 class Groups(ABC):
-    """The groups of one model, joined as sums join them: the state of a rim's walk over calls."""
+    """The groups of one model, joined by sums: the state of a rim's walk over calls."""
 
     def __init__(self) -> None:
         self.groups: list[Group] = []
@@ -108,29 +108,29 @@ class Groups(ABC):
         kind: str,
         call: str,
     ) -> Tag | None:
-        """Return where the channels lie in what a call gives; refuse the groups it does not keep.
+        """Return the channels' layout in a call's result; refuse groups that it does not preserve.
 
-        rule : what is known of calls of this kind, bound to the call; None: nothing is
+        rule : the rule for calls of this kind, bound to the call; None if there is none
         """
         try:
             if rule is None:
                 raise Refusal(f"{kind} is not understood")
             return rule()
         except Refusal as refusal:
-            # What it reads is not known to survive a cut; what it gives has no channels for others.
+            # Its inputs may not survive a cut, and its result has no known channels.
             self.refuse(inputs, f"{refusal} (at {call})")
             return None
 
     def refuse(self, values: Iterable[Any], reason: str) -> None:
-        """Leave the groups of these values as they are."""
+        """Leave the groups of these values unchanged."""
         for value in values:
             if tag := self.tag(value):
                 self.group(tag).refuse(reason)
 
     def finished(self, outputs: Iterable[Any]) -> list[Group]:
-        """Return all groups of a model of these outputs, those that cannot shrink included."""
+        """Return all groups of a model with these outputs, including those that cannot shrink."""
         self.refuse(outputs, "it is an output of the model")
-        # After the walk: until its end a later call may read a group, or join it with another.
+        # Only after the walk: a later call may still read a group, or join it with another.
         groups = list(self.roots())
         for group in groups:
             if not group.sites:
@@ -138,13 +138,13 @@ class Groups(ABC):
         return groups
 
     def add(self, group: Group) -> int:
-        """Add a group that a call makes, and return its number."""
+        """Add a group that a call starts, and return its number."""
         self.groups.append(group)
         self._parent.append(len(self._parent))
         return len(self._parent) - 1
 
     def root(self, group: int) -> int:
-        # Groups that were joined point to the one that they are part of, the lowest number.
+        # Joined groups point to the group they are part of, which has the lowest number.
         while self._parent[group] != group:
             group = self._parent[group]
         return group
@@ -153,7 +153,7 @@ class Groups(ABC):
         return self.groups[self.root(tag.group)]
 
     def join(self, first: Tag, *others: Tag) -> Tag:
-        """Make groups one, as a sum needs the same channels of all its terms; return the first."""
+        """Join groups, as a sum needs the same channels in all its terms; return the first tag."""
         for other in others:
             low, high = sorted((self.root(first.group), self.root(other.group)))
             if low == high:
@@ -163,14 +163,14 @@ class Groups(ABC):
             kept.sites += gone.sites
             kept.makers += gone.makers
             kept.block = max(kept.block, gone.block)
-            # What keeps one from shrinking keeps both.
+            # A reason against shrinking one holds for both.
             if gone.reason:
                 kept.refuse(gone.reason)
             self._parent[high] = low
         return first
 
     def coarsen(self, tag: Tag, size: int) -> None:
-        """Make each `size` neurons in a row one, as heads of attention are."""
+        """Make each `size` consecutive neurons one, as in attention heads."""
         group = self.group(tag)
         # The same channels, in fewer neurons of more places each.
         group.width //= size
@@ -179,7 +179,7 @@ class Groups(ABC):
         group.sites = [replace(site, places=size * site.places) for site in group.sites]
 
     def cut(self, tag: Tag, parts: int) -> None:
-        """Make neurons that lie at the same place of equal parts one, as queries and keys do."""
+        """Make neurons at the same position of equal parts one, as for queries and keys."""
         group = self.group(tag)
         group.width //= parts
         group.slices = [
@@ -196,18 +196,18 @@ class Groups(ABC):
 
 Batch = TypeVar("Batch")
 Shapes = tuple[tuple[int, ...], ...]
-# Outputs of one reader that are sampled, of all batches and ranks together.
+# Sampled outputs per reader, over all batches and ranks together.
 SAMPLES: Final = 2048
 
 
 @dataclass
 class Seen:
-    """What one reader of a group saw on one rank.
+    """Statistics of one reader of a group on one rank.
 
-    fit : [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T; while a rim measures, of
-        any array library
-    samples : [samples, offsets, n] float32 of each batch: what some outputs are made of
-    squares : [samples] float64 of each batch: the square of what was put out there
+    fit : [n + 1, n + 1] float64: the sum over samples of (h, 1) (h, 1)^T; in any array library
+        while a rim measures
+    samples : [samples, offsets, n] float32 per batch: the inputs of some outputs
+    squares : [samples] float64 per batch: the squared norms of these outputs
     """
 
     fit: Any
@@ -215,27 +215,27 @@ class Seen:
     squares: list[NDArray[np.float64]] = field(default_factory=list)
 
     def add(self, samples: NDArray[Any], outputs: NDArray[Any]) -> None:
-        """Add samples [samples, offsets, n] of a batch, and what was put out there [samples, m]."""
+        """Add samples [samples, offsets, n] of a batch, and their outputs [samples, m]."""
         self.samples.append(np.asarray(samples, np.float32))
         self.squares.append(np.square(outputs, dtype=np.float64).sum(axis=1))
 
 
-# Even rows are fitted, odd rows show the change: what least squares fitted by chance is not counted
-# as likeness.
+# Even rows are fitted, odd rows measure the change, so that overfitting does not pass for
+# similarity.
 FITTED: Final = slice(None, None, 2)
 
 
 def held_out(rows: int) -> slice:
-    """Return the rows of a batch that show the change; of a single one that is fitted, too."""
+    """Return the rows of a batch that measure the change; a single row is used for both."""
     return slice(1, None, 2) if rows > 1 else slice(None)
 
 
 def empty_statistics(
     groups: Sequence[Group], zeros: Callable[[int], Any]
 ) -> tuple[list[list[Seen]], dict[str, tuple[Site, Seen]]]:
-    """Return what is to be filled in for each reader of each group, and the same by its call.
+    """Return empty statistics for each reader of each group, and the same by its call.
 
-    zeros : makes a square matrix of float64, where sums of products are to be made
+    zeros : makes a square float64 matrix for sums of products
     """
     seen = [[Seen(zeros(group.width + 1)) for _ in group.sites] for group in groups]
     pairs = (
@@ -247,7 +247,7 @@ def empty_statistics(
 
 
 def most_alike(batches: Iterable[Batch], shapes_of: Callable[[Batch], Shapes]) -> list[Batch]:
-    """Return the batches of the shapes that hold most rows: a trace is of one set of shapes."""
+    """Return the batches of the shapes with the most rows: a trace is for one set of shapes."""
     alike: dict[Shapes, list[Batch]] = {}
     for batch in batches:
         alike.setdefault(shapes_of(batch), []).append(batch)
@@ -259,7 +259,7 @@ def most_alike(batches: Iterable[Batch], shapes_of: Callable[[Batch], Shapes]) -
 
 
 def grid(sizes: Sequence[int], most: int) -> list[range]:
-    """Return positions on each axis, evenly apart, at most about `most` of all combinations.
+    """Return evenly spaced positions on each axis, with about `most` combinations at most.
 
     >>> grid((14, 14), 16)
     [range(1, 14, 4), range(1, 14, 4)]
@@ -279,11 +279,11 @@ def patches(
     stride: Sequence[int],
     dilation: Sequence[int],
 ) -> tuple[list[Any], Any]:
-    """Return, per place of a kernel, inputs [samples, n], and outputs [samples, m].
+    """Return inputs [samples, n] per kernel offset, and outputs [samples, m].
 
-    Outputs are taken on a grid of positions, so that there are about `share` of them.
+    Outputs are sampled on a grid of positions, so that there are about `share` of them.
 
-    padded, out : what a convolution read and put out, of any array library; channels are last
+    padded, out : input and output of a convolution, in any array library; channels are last
     """
     positions = grid(out.shape[1:-1], max(1, share // len(out)))
     parts = []
@@ -298,13 +298,13 @@ def patches(
 
 
 def _places(positions: range, step: int = 1, first: int = 0) -> slice:
-    """Return the places first + step x of each of some positions x."""
+    """Return the slice of first + step x for positions x."""
     begin, stride = first + step * positions.start, step * positions.step
     return slice(begin, begin + stride * (len(positions) - 1) + 1, stride)
 
 
 def offsets(kernel: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the places of a kernel, the last axis running fastest.
+    """Return the offsets in a kernel, the last axis running fastest.
 
     >>> offsets((1, 2))
     [(0, 0), (0, 1)]
@@ -315,7 +315,7 @@ def offsets(kernel: Sequence[int]) -> list[tuple[int, ...]]:
 def same_padding(
     kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int], sizes: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Return the zeros before and after each axis with which "same" gives one output a stride.
+    """Return the zeros before and after each axis that "same" padding adds.
 
     >>> same_padding((3, 4), (1, 2), (1, 1), (14, 14))
     [(1, 1), (1, 1)]

@@ -1,24 +1,24 @@
-"""Which neurons go, and what the readers of those that stay add to make up for them.
+"""Which neurons to remove, and how the readers of the remaining ones compensate.
 
-A *group* is n neurons (or channels) that can only shrink together; its *readers* are the layers
-that take them in. Neuron j is replaced, for each reader, by a sum over all that stay, and a
+A *group* is n neurons (or channels) that must shrink together; its *readers* are the layers that
+take them as input. For each reader, neuron j is replaced by a sum over all remaining ones plus a
 constant, `sum_k B_jk h_k + b_j`, by least squares on the activations the reader saw; so the
-reader's weights of k become a_k + B_jk a_j and its bias grows by b_j a_j. A dead neuron goes for
-nothing, and one that never varies becomes a bias.
+reader's weights of k become a_k + B_jk a_j and its bias grows by b_j a_j. A dead neuron is removed
+at no cost, and one that never varies becomes a bias.
 
-What this changes in the reader's output is measured: the replacement is computed on samples that
-the fit has not seen, and the reader's weights are applied to what is left of each neuron. So the
-relative change reported here is that of those samples, for linear layers and convolutions alike.
+The change of the reader's output is measured: the replacement is computed on samples that the fit
+has not seen, and the reader's weights are applied to the residual of each neuron. The reported
+relative change is that of those samples, for linear layers and convolutions alike.
 
-In three steps. *Order*: a neuron costs the square of its outgoing weights times what is left of it
-once others make up for it: all that stay, by ridge regression, or the one most like it, whichever
-leaves less. The former is one over its entry in the inverse of the second moments, and a formula
-updates the inverse when a neuron has gone (optimal brain surgeon, Hassibi and Stork 1993; for
-layers, Frantar and Alistarh 2022, arXiv 2208.11580). Offsets of a kernel are taken as independent:
-this gives an order only, and what is done is measured. *Refit*: the one neuron that says most of it
-takes over, then all that stay take what is left. Only the second fit is held back (ridge): a
-duplicate is replaced exactly, and what few rows show by chance is not believed. *Choose*: as many
-as the tolerance allows, by bisection.
+There are three steps. *Order*: the cost of a neuron is the square of its outgoing weights times its
+residual after compensation by all remaining ones (ridge regression) or by the most similar one,
+whichever is smaller. The former is one over its entry in the inverse of the second moments, which a
+formula updates after a removal (optimal brain surgeon, Hassibi and Stork 1993; for layers, Frantar
+and Alistarh 2022, arXiv 2208.11580). Kernel offsets are taken as independent: this only gives an
+order, and the actual change is measured. *Refit*: the neuron that explains most of it takes over,
+then all remaining ones fit the residual. Only the second fit is regularized (ridge): a duplicate is
+replaced exactly, and chance correlations of few rows are not fitted. *Choose*: remove as many as
+the tolerance allows, by bisection.
 """
 
 from __future__ import annotations
@@ -35,37 +35,38 @@ from scipy.linalg import solve
 
 Floats = NDArray[np.float64]
 Singles = NDArray[np.float32]
-# [gone, kept + 1]: what stands for each neuron that goes; the last column is the constant.
+# [gone, kept + 1]: what replaces each removed neuron; the last column is the constant.
 Fold = NDArray[np.float64]
-# (neuron, survivor) of those that go; None: into a bias, or into nothing.
+# (neuron, survivor) of the removed ones; None: replaced by a bias, or by nothing.
 Merges = tuple[tuple[int, int | None], ...]
 # (neuron, survivor, c): the survivor's incoming weights times c are the neuron's.
 Scale = tuple[int, int, float]
-# What is left of a subtraction below this share of what was subtracted is rounding.
+# A difference below this share of its operands is rounding error.
 _ROUNDING = 1e-12
-# The share of a neuron's variation that one other has to explain to inherit its memory.
+# The share of a neuron's variation that another has to explain to inherit its optimizer state.
 _HEIR = 0.9
-# Added to squares of one. Of 0.01 to 10, this left the fewest neurons within a tolerance, with 128
-# rows for 1024 neurons as with thousands for 32.
+# Added to squares normalized to 1. Of 0.01 to 10, this left the fewest neurons within a tolerance,
+# with 128 rows for 1024 neurons as well as with thousands for 32.
 RIDGE: Final = 0.01
-# Neurons go in turns of so large a share of all: one at a time would cost as many passes.
+# Neurons are removed in 1/64 of all at a time: one at a time would need as many passes.
 _TURNS = 64
-# Those of one turn must not be able to stand for each other: their squared partial correlation.
+# Neurons removed at the same time must not replace each other: their largest squared partial
+# correlation.
 _APART = 0.1
 
 
 @dataclass(frozen=True)
 class Reader:
-    """One layer that takes in the group, and what it saw.
+    """One layer that reads the group, and its statistics.
 
     name : for reports
-    weights : [offsets, outputs, n]: offsets are the places of a convolution's kernel, or the
-        positions that a flattened channel has in a linear layer; 1 for a linear layer
+    weights : [offsets, outputs, n]: offsets are the positions in a convolution's kernel, or those
+        of a flattened channel in a linear layer; 1 for a linear layer
     fit : [n + 1, n + 1]: the sum of (h, 1) (h, 1)^T over rows, or rows and positions
-    samples : [samples, offsets, n]: what each output of the layer is made of, on other rows
-    output_norm : the root of the sum of squares of what the layer put out at the samples
-    takes_constant : whether a constant input can become a bias: there is one, and no zero padding
-        around h
+    samples : [samples, offsets, n]: the inputs of outputs of the layer, on other rows
+    output_norm : the root of the sum of squares of the layer's outputs at the samples
+    takes_constant : whether a constant input can become a bias: the layer has a bias, and there is
+        no zero padding around h
     """
 
     name: str
@@ -82,15 +83,15 @@ class Reader:
             raise ValueError(
                 f"Reader {self.name}: got weights of shape {self.weights.shape}, fit of {moment} "
                 f"and samples of {seen}, expected [offsets, outputs, n], [n + 1, n + 1] and "
-                "[samples, offsets, n]. Give what the layer saw of all n neurons."
+                "[samples, offsets, n]. Pass statistics of all n neurons."
             )
 
 
 def spread_of(moment: Floats, takes_constant: bool) -> tuple[Floats, Floats]:
     """Return second moments [n, n] and the roots of their diagonal.
 
-    They are centred if a constant may be added. A neuron that does not vary has zeros there, and a
-    root of one.
+    They are centred if a constant may be added. A neuron that does not vary has moments of zero,
+    and a root of one.
     """
     inner, sums = moment[:-1, :-1], moment[:-1, -1]
     power = np.diagonal(inner)
@@ -105,9 +106,9 @@ def spread_of(moment: Floats, takes_constant: bool) -> tuple[Floats, Floats]:
 def refit(
     moment: Floats, gone: NDArray[np.int64], kept: NDArray[np.int64], takes_constant: bool
 ) -> tuple[Fold, NDArray[np.int64]]:
-    """Return what stands for each neuron that goes, and who inherits its memory.
+    """Return what replaces each removed neuron, and which neuron inherits its optimizer state.
 
-    The former is [gone, kept + 1]; the latter [gone], -1 for nobody.
+    The former is [gone, kept + 1]; the latter [gone], -1 for none.
 
     moment : [n + 1, n + 1]: the sum of (h, 1) (h, 1)^T over rows
     gone, kept : numbers of neurons, ascending; together all
@@ -121,12 +122,12 @@ def refit(
     rows = np.arange(len(gone))
     factor = shared[rows, best]
     left = shared - factor[:, None] * among[best]
-    # The best one explains all it can: what is left along it is rounding.
+    # The best one explains all that it can: a tiny residual along it is rounding error.
     left[np.abs(left) <= math.sqrt(_ROUNDING) * scale[gone][:, None]] = 0.0
     fold = np.zeros((len(gone), len(kept) + 1))
-    # What is held back needs no more digits than float32 has.
-    held_back = (among + RIDGE * np.eye(len(kept))).astype(np.float32)
-    fold[:, :-1] = solve(held_back, left.T.astype(np.float32), assume_a="pos").T
+    # A regularized fit needs no more digits than float32 has.
+    regularized = (among + RIDGE * np.eye(len(kept))).astype(np.float32)
+    fold[:, :-1] = solve(regularized, left.T.astype(np.float32), assume_a="pos").T
     fold[rows, best] += factor
     fold[:, :-1] /= stays
     if takes_constant:
@@ -145,13 +146,13 @@ def change(
     kept: NDArray[np.int64],
     fold: Fold,
 ) -> float:
-    """Return how much the outputs of a layer move at the samples, relative to their norm.
+    """Return how much the outputs of a layer change at the samples, relative to their norm.
 
     `weights` are [offsets, outputs, n], `samples` [samples, offsets, n].
     """
     fold, outgoing = fold.astype(samples.dtype), weights[:, :, gone].astype(samples.dtype)
     left = samples[:, :, gone] - samples[:, :, kept] @ fold[:, :-1].T - fold[:, -1]
-    # Summed over neurons before the norm: what two of them change may cancel.
+    # Summed over neurons before taking the norm: changes of two neurons may cancel.
     total = float(np.linalg.norm(np.tensordot(left, outgoing, axes=((1, 2), (0, 2)))))
     if total == 0:
         return 0.0
@@ -160,16 +161,16 @@ def change(
 
 @dataclass(frozen=True)
 class _State:
-    """What one reader still needs: all [n, n], in units of each neuron's spread."""
+    """The state of one reader: all [n, n], in units of each neuron's standard deviation."""
 
     alike: Singles  # correlations
     inverse: Singles
-    weights: Singles  # products of outgoing weights, relative to what the reader puts out
+    weights: Singles  # products of outgoing weights, relative to the reader's output
 
     def costs(self, alive: NDArray[np.bool_]) -> tuple[Singles, NDArray[np.int64]]:
-        """Return what each would cost, and the one that could stand for it; -1: all together."""
+        """Return the cost of each, and the one that could replace it; -1 for all together."""
         alike = np.where(alive[None, :], self.alike, 0.0) ** 2
-        # No neuron stands for itself.
+        # No neuron replaces itself.
         np.fill_diagonal(alike, -1.0)
         best = alike.argmax(axis=1)
         alone = np.maximum(1 - alike.max(axis=1), 0.0)
@@ -178,7 +179,7 @@ class _State:
         return np.diagonal(self.weights) * left, np.where(alone <= together, best, -1)
 
     def without(self, turn: list[int], heirs: NDArray[np.int64]) -> _State:
-        """Return what is left when these have gone, and others have taken over."""
+        """Return the state after removing these, whose heirs take over."""
         among = self.inverse[np.ix_(turn, turn)]
         takes = np.linalg.solve(among, self.inverse[turn]).T.astype(np.float32)  # [n, turn]
         inverse = self.inverse - takes @ self.inverse[turn]
@@ -195,7 +196,7 @@ class _State:
 
 
 def order(readers: Sequence[Reader], count: int) -> NDArray[np.int64]:
-    """Return `count` neurons, those that go first in front; ties go to the lower number."""
+    """Return `count` neurons in the order of removal; ties go to the lower number."""
     width = readers[0].weights.shape[-1]
     states = [_begin(reader) for reader in readers]
     merged_order: list[int] = []
@@ -219,11 +220,11 @@ def _begin(reader: Reader) -> _State:
     n = len(scale)
     still = np.diagonal(moments) == 0
     alike = moments / np.outer(scale, scale)
-    # What is held back needs no more digits than float32 has.
+    # A regularized fit needs no more digits than float32 has.
     inverse = np.linalg.inv((alike + RIDGE * np.eye(n)).astype(np.float32)).astype(np.float32)
     outgoing = reader.weights.reshape(-1, n) * np.where(still, 0.0, scale)
     outgoing = (outgoing / max(reader.output_norm, np.finfo(float).tiny)).astype(np.float32)
-    # What differs by rounding alone is a duplicate.
+    # Neurons that differ only by rounding are duplicates.
     alike[1 - alike**2 < 1e-9] = np.sign(alike[1 - alike**2 < 1e-9])
     return _State(alike.astype(np.float32), inverse, (outgoing.T @ outgoing).astype(np.float32))
 
@@ -234,10 +235,10 @@ def _apart(
     heirs: Sequence[NDArray[np.int64]],
     most: int,
 ) -> list[int]:
-    """Return the cheapest that do not count on each other."""
+    """Return the cheapest neurons that do not rely on each other."""
     turn: list[int] = []
     needed: set[int] = set()
-    # Stable: of two that cost the same the lower number goes first.
+    # Stable: of two with the same cost, the lower number goes first.
     for neuron in map(int, np.argsort(costs, kind="stable")):
         if len(turn) == most or not np.isfinite(costs[neuron]):
             break
@@ -257,13 +258,13 @@ def _apart(
 
 @dataclass(frozen=True)
 class Choice:
-    """What goes in one group in one event, by number.
+    """The neurons to remove from one group in one event, by number.
 
-    width : neurons before
-    merges : (neuron, survivor) of those that go; the survivor said nearly the same, and inherits
-        what the optimizer remembers; None: there is none
-    changes : the relative change of what each reader puts out
-    folds : for each reader [gone, kept + 1]: what stands for each neuron, the constant last
+    width : number of neurons before
+    merges : (neuron, survivor) of the removed ones; the survivor is nearly the same and inherits
+        the optimizer's state; None if there is none
+    changes : the relative change of each reader's output
+    folds : for each reader [gone, kept + 1]: what replaces each neuron, the constant last
     """
 
     width: int
@@ -280,7 +281,7 @@ class Choice:
         return np.setdiff1d(np.arange(self.width), self.gone)
 
     def text(self) -> str:
-        """Return the decision to the last bit, for ranks to compare."""
+        """Return the exact decision as text, for ranks to compare."""
         digest = hashlib.sha256(b"".join(fold.tobytes() for fold in self.folds))
         return f"{self!r} {digest.hexdigest()}"
 
@@ -296,20 +297,20 @@ def choose(
     """Merge the cheapest neurons while every reader's output changes by at most `tolerance`.
 
     readers : one or more; all see the same n neurons
-    tolerance : the relative change of each reader's output in this event, in (0, 1)
-    share : the most of the neurons that may go, in (0, 1]
-    min_width, round_to : at least so many neurons stay, and a multiple of `round_to` (or all of
-        them)
+    tolerance : the largest relative change of each reader's output in this event, in (0, 1)
+    share : the largest share of the neurons that may be removed, in (0, 1]
+    min_width, round_to : at least `min_width` neurons stay, and a multiple of `round_to` (or all)
     """
     if not 0 < tolerance < 1:
         raise ValueError(f"tolerance: got {tolerance}, expected above 0 and below 1. 0.01 is mild.")
     if not readers:
         raise ValueError(
-            "choose: got no readers; merging a group that no layer reads changes nothing. Skip it."
+            "choose: got no readers, expected at least one: a group that no layer reads has no "
+            "effect. Skip it."
         )
     width = readers[0].weights.shape[-1]
     most = min(width - max(min_width, 1), int(share * width))
-    # Widths that would do, the widest first.
+    # Allowed widths, the widest first.
     widths = [left for left in range(width - 1, width - most - 1, -1) if left % round_to == 0]
     best = Choice(
         width, (), (0.0,) * len(readers), tuple(np.zeros((0, width + 1)) for _ in readers)
@@ -329,7 +330,7 @@ def choose(
 
 
 def _attempt(readers: Sequence[Reader], gone: NDArray[np.int64]) -> Choice:
-    """Return the choice that these go."""
+    """Return the choice that removes these neurons."""
     width = readers[0].weights.shape[-1]
     kept = np.setdiff1d(np.arange(width), gone)
     fits = [refit(reader.fit, gone, kept, reader.takes_constant) for reader in readers]
@@ -337,7 +338,7 @@ def _attempt(readers: Sequence[Reader], gone: NDArray[np.int64]) -> Choice:
         change(reader.weights, reader.samples, reader.output_norm, gone, kept, fold)
         for reader, (fold, _) in zip(readers, fits, strict=True)
     )
-    # A survivor has to be one for all readers, as it has one memory.
+    # A survivor has to be the same for all readers, as its optimizer state exists once.
     heirs = np.stack([heir for _, heir in fits])
     same = (heirs == heirs[0]).all(axis=0)
     merges = tuple(
@@ -352,7 +353,7 @@ def fold(
 ) -> tuple[Floats, Floats | None]:
     """Return a reader's weights [offsets, outputs, kept] and bias [outputs] after the merges.
 
-    `place` is the reader's place among the readers that `choose` was given.
+    `place` is the reader's index among the readers passed to `choose`.
     """
     weights, stands = np.asarray(weights, np.float64), choice.folds[place]
     gone = weights[:, :, choice.gone]
@@ -375,7 +376,7 @@ def scales(rows: Floats, merges: Merges) -> list[Scale]:
 
 
 def add_up(kind: Literal["mean", "square"], state: Any, merges: Sequence[Scale]) -> None:
-    """Make the survivors' rows of state [n, ...] remember the merged ones, in place.
+    """Add the merged neurons' optimizer state [n, ...] to the survivors' rows, in place.
 
     `state` is an array of NumPy or a tensor of torch: a mean (or sum) of gradients, or of squares.
     """

@@ -1,15 +1,15 @@
-"""When to look, how much may go, and what an event did: `Apoptosis` but for the framework.
+"""When to look, how much may be merged, and what an event did: `Apoptosis` without a framework.
 
     quick        early: at `every` steps, then at gaps that double; at most half of a layer
     adaptive     every `every` steps; while nothing is found, gaps double up to 16 times that; at
                  most a quarter of a layer
     aggressive   every `every` steps, always; at most three quarters of a layer
 
-Siegel, Daily, Vishnu 2016 name variants by how often and how far they go; the numbers are ours.
+Siegel, Daily, Vishnu 2016 name variants by how often and how far they merge; the numbers are ours.
 
-A look costs time, which is lost where nothing can be merged. So gaps also grow until a look takes
-at most `overhead` of the training between two of them; ten times that after one that merged, as the
-next is then likely to merge as well. Before the first, what it will take is a guess.
+A look costs time, which is lost if nothing can be merged. So gaps also grow until a look takes at
+most `overhead` of the training time between two looks; ten times that after one that merged, as the
+next one is then likely to merge as well. The cost of the first look is a guess.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ StateShapes = Iterable[tuple[str, Sequence[int]]]
 
 
 def unknown_state(shape: Sequence[int], states: StateShapes) -> str | None:
-    """Return the name of a state tensor that is neither a number nor shaped like its parameter."""
+    """Return the name of a state tensor that is neither a scalar nor shaped like its parameter."""
     for key, held in states:
-        # Counts of steps are one number, whatever the shape.
+        # Step counts are scalars, whatever the parameter's shape.
         if tuple(held) != tuple(shape) and math.prod(held) > 1:
             return key
     return None
@@ -53,7 +53,7 @@ class AgreementError(RuntimeError):
 
 
 class Ranks:
-    """All ranks of a run, here a single one; others say how two kinds of arrays travel."""
+    """All ranks of a run, here a single one; subclasses implement `_sum` and `_gather`."""
 
     size, rank = 1, 0
 
@@ -66,7 +66,7 @@ class Ranks:
         return [row]
 
     def sums(self, values: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
-        """Return arrays of one dtype summed over ranks; one message for all of them."""
+        """Return arrays of one dtype summed over ranks, with one message for all of them."""
         if not values:
             return []
         flat = self._sum(np.concatenate([np.ravel(value) for value in values]))
@@ -77,7 +77,7 @@ class Ranks:
         """Return rows [size x rows, ...] of all ranks; arrays must have as many rows on each."""
         arrays = []
         for value in values:
-            # A sum to which each rank adds its own rows and zeros is a gather.
+            # A sum of each rank's own rows, padded with zeros, is a gather.
             every = np.zeros((self.size, *value.shape), value.dtype)
             every[self.rank] = value
             arrays.append(every)
@@ -85,7 +85,7 @@ class Ranks:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """Return the largest of each value over all ranks."""
-        # As bytes, which are all that `_gather` carries.
+        # As bytes, because `_gather` only transfers bytes.
         mine = np.frombuffer(np.array(values, np.float64).tobytes(), np.uint8)
         every = [np.frombuffer(row.tobytes(), np.float64) for row in self._gather(mine)]
         return [float(value) for value in np.max(every, axis=0)]
@@ -100,7 +100,7 @@ class Ranks:
         return digest.hexdigest()
 
     def require_same(self, what: str, text: str) -> None:
-        """Raise AgreementError on every rank unless all gave the same text."""
+        """Raise AgreementError on every rank unless all ranks pass the same text."""
         mine = hashlib.sha256(text.encode()).digest()
         every = [row.tobytes() for row in self._gather(np.frombuffer(mine, np.uint8))]
         ours = [rank for rank, other in enumerate(every) if other == mine]
@@ -109,17 +109,17 @@ class Ranks:
             raise AgreementError(
                 f"Apoptosis: {what} of this rank is the same on ranks {ours} and different on "
                 f"ranks {others}; expected the same on all. Nothing was changed. Ranks must hold "
-                "the same weights and settings, and call step() the same number of times. What "
-                "exchanges gradients (DistributedDataParallel) has to be recreated after each "
-                f"event that merged: an old one exchanges none. Here: {text[:300]}"
+                "the same weights and settings, and call step() the same number of times. The "
+                "wrapper that exchanges gradients (DistributedDataParallel) has to be recreated "
+                f"after each event that merged: an old one exchanges none. Here: {text[:300]}"
             )
 
 
 class HorovodRanks(Ranks):
     """The ranks of Horovod.
 
-    hvd : Horovod's module of a framework, initialised
-    tensor : makes a tensor of that framework of an array
+    hvd : Horovod's module for a framework, initialised
+    tensor : converts an array to a tensor of that framework
     """
 
     def __init__(self, hvd: Any, tensor: Callable[[NDArray[Any]], Any]) -> None:
@@ -138,8 +138,8 @@ class HorovodRanks(Ranks):
 
 
 def horovod_ranks(module: str, tensor: Callable[[NDArray[Any]], Any]) -> Ranks:
-    """Return the ranks of Horovod's module for a framework; a single one if it is not in use."""
-    # Horovod is not imported for this.
+    """Return the ranks of Horovod for a framework; a single one if it is not in use."""
+    # Only if the program has already imported Horovod.
     hvd = sys.modules.get(module)
     if hvd is None or not hvd.is_initialized() or hvd.size() == 1:
         return Ranks()
@@ -150,10 +150,10 @@ def horovod_ranks(module: str, tensor: Callable[[NDArray[Any]], Any]) -> Ranks:
 class Merged:
     """One group of neurons that shrank.
 
-    group : the parameters that make the neurons, joined by " + "
+    group : the parameters that produce the neurons, joined by " + "
     before, after : the number of neurons
-    pairs : (neuron, survivor) by the numbers before; survivor None: into a bias, or into nothing
-    changes : for each layer that reads the group: the relative change of what it puts out
+    pairs : (neuron, survivor), numbered as before; survivor None: replaced by a bias, or nothing
+    changes : for each layer that reads the group: the relative change of its output
     """
 
     group: str
@@ -175,7 +175,7 @@ class Event:
 
     step : calls of `step` so far
     merged : the groups that shrank; empty in most steps
-    refused : groups left as they are, and why; empty in steps that look at nothing
+    refused : groups left unchanged, and why; empty in steps without a look
     seconds : how long it took
     """
 
@@ -188,17 +188,17 @@ class Event:
         return bool(self.merged)
 
 
-# The most of a layer's neurons that may go in one event.
+# The largest share of a layer's neurons that may be merged in one event.
 _SHARE: Final = MappingProxyType({"quick": 0.5, "adaptive": 0.25, "aggressive": 0.75})
-# Of `adaptive`: the longest gap, in times `every`.
+# The longest gap of `adaptive`, in multiples of `every`.
 _LONGEST = 16
-# How much more of training's time a look may take after one that merged.
+# How many times more training time a look may take after one that merged.
 _PROMISING = 10.0
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Where a schedule stands: a value; `after` gives the next one.
+    """The state of a schedule, immutable; `after` returns the next one.
 
     Parameters
     ----------
@@ -207,8 +207,8 @@ class Schedule:
     every
         Steps before the first event, at least 1.
     overhead
-        The share of training time that looks may take, in (0, 1); None: gaps are what the name says
-        and depend on no clock.
+        The share of training time that looks may take, in (0, 1); None: gaps follow from the name
+        alone, without a clock.
 
     Examples
     --------
@@ -252,21 +252,21 @@ class Schedule:
 
     @property
     def is_open(self) -> bool:
-        """Whether the wait before the first look is still to be computed."""
+        """Whether the wait before the first look has yet to be computed."""
         return self.overhead is not None and self.last_step == self.least == 0
 
     def before_first(self, cost_steps: float) -> Schedule:
-        """Return the schedule whose first look waits until training could pay for it.
+        """Return the schedule whose first look waits until its cost is within `overhead`.
 
-        `cost_steps` is how many steps of training could be done in the time that it may take.
+        `cost_steps` is how many training steps fit into the time that the look may take.
         """
         assert self.overhead is not None
         return replace(self, least=max(1, math.ceil(cost_steps / self.overhead)))
 
     def after(self, step: int, *, merged: bool, cost_steps: float = 0.0) -> Schedule:
-        """Return the schedule once the event at `step` is over.
+        """Return the schedule after the event at `step`.
 
-        `cost_steps` is how many steps of training could have been done in the time that it took.
+        `cost_steps` is how many training steps would have fit into the time that it took.
         """
         gap = 1
         if self.name == "quick":
@@ -279,35 +279,35 @@ class Schedule:
         return replace(self, gap=gap, last_step=step, least=least)
 
 
-# Of the JSON beside an exported model.
+# Format of the JSON next to an exported model.
 FORMAT: Final = "sn_memory.apoptosis"
 _log = logging.getLogger(__name__)
 _SAVED = ("gap", "last_step", "least")
-# Durations of so many steps are kept: their median says how long a step takes.
+# Durations of this many steps are kept; their median is the duration of a step.
 _DURATIONS = 32
-# Batches that are kept, and decide.
+# Batches that are kept for decisions.
 BATCHES: Final = 8
-# Measured on small nets; those for which more is needed train for longer, too.
+# Measured on small nets; larger ones need more, but also train for longer.
 _FIRST_LOOK_S: Final = 0.05
 
 
 class StepClock:
-    """Ticks once a step; the median of the last ones is no test, pause or first compilation."""
+    """Ticks once per step; the median ignores evaluations, pauses and the first compilation."""
 
     def __init__(self) -> None:
         self._last: float | None = None
         self._seconds: deque[float] = deque(maxlen=_DURATIONS)
 
     def tick(self) -> None:
-        """Say that a step is over."""
+        """Record the end of a step."""
         now = time.perf_counter()
         if self._last is not None:
             self._seconds.append(now - self._last)
         self._last = now
 
     def forget(self) -> None:
-        """Let the next tick end no step: what is between is a look, and steps may differ after."""
-        # Steps of the model as it was say nothing of what they take now.
+        """Ignore the time up to the next tick, and the steps before: a look comes between."""
+        # After a merge, steps take another time than before.
         self._last = None
         self._seconds.clear()
 
@@ -336,27 +336,27 @@ class BaseApoptosis(ABC):
         schedule: str = "adaptive",
         overhead: float | None = 0.02,
     ) -> None:
-        """Merge neurons of a model from now on.
+        """Start merging neurons of a model.
 
         Parameters
         ----------
         model, optimizer
-            What is trained, and Keras's or torch's optimizer of it; see the class.
+            The model to train, and its torch or Keras optimizer; see the class.
         tolerance
-            The relative change of what each layer puts out that one event may cause, in (0, 1), at
-            the largest learning rate there was. It falls as the rate does.
+            The relative change of each layer's output that one event may cause, in (0, 1), at the
+            largest learning rate so far. It is scaled down with the learning rate.
         every
             Steps from one look to the next; see `schedule`.
         min_width
-            At least so many neurons are left in each group.
+            The fewest neurons left in each group.
         round_to
             Widths that change become a multiple of this.
         schedule
             "quick", "adaptive" or "aggressive" (sn_memory.apoptosis.pace).
         overhead
-            The share of training time that looks may take, in (0, 1): gaps grow until it holds.
-            They then depend on the clock (of the slowest rank), and two runs may differ. None: they
-            do not.
+            The share of training time that looks may take, in (0, 1): gaps grow until it is kept.
+            They then depend on the clock (of the slowest rank), and two runs may differ. None: gaps
+            do not depend on a clock.
         """
         if not 0 < tolerance < 1:
             raise ValueError(
@@ -377,29 +377,29 @@ class BaseApoptosis(ABC):
 
     @property
     def is_near(self) -> bool:
-        """Whether the batches of now may still be kept when the next look comes."""
+        """Whether current batches may still be kept at the next look."""
         return self.steps + BATCHES >= self.schedule.next_step
 
     def step(self) -> Event:
-        """Count one step of training; if the schedule says so, look, and merge what may go.
+        """Count one training step; when the schedule says so, look, and merge neurons.
 
         Returns
         -------
         Event
-            True if the model changed: make wrappers and recorded functions anew then.
+            True if the model changed: recreate wrappers and recorded functions then.
 
-        Raises AgreementError on all ranks, if they came to different decisions; nothing is changed.
+        Raises AgreementError on all ranks if their decisions differ; nothing is changed.
         """
         self.steps += 1
         self._clock.tick()
         rate = self._rate()
         self._largest_rate = max(self._largest_rate, rate)
         if self._largest_rate > 0:
-            # A change is mended by training on, and a small rate mends little.
+            # Further training repairs a change, and a small rate repairs little.
             self._allowed = self.tolerance * rate / self._largest_rate
         if not (self._allowed and self.schedule.is_due(self.steps)):
             return Event(self.steps)
-        # Asked only now: by this step there are durations of steps to compare with.
+        # Only now are there durations of steps to compare with.
         if self.schedule.is_open:
             cost = self._slowest(_FIRST_LOOK_S)
             self.schedule = self.schedule.before_first(cost)
@@ -410,7 +410,7 @@ class BaseApoptosis(ABC):
         event = Event(self.steps, merged, refused, time.perf_counter() - start)
         cost = 0.0
         if self.schedule.overhead is not None:
-            # Of the slowest rank, so that all look again at the same step.
+            # From the slowest rank, so that all look again at the same step.
             cost = self._slowest(event.seconds)
         self._clock.forget()
         self.schedule = self.schedule.after(self.steps, merged=bool(merged), cost_steps=cost)
@@ -426,7 +426,7 @@ class BaseApoptosis(ABC):
         return {"steps": self.steps, "largest_rate": self._largest_rate, **where}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken."""
+        """Continue from where `state_dict` was taken."""
         self.steps, self._largest_rate = state["steps"], state["largest_rate"]
         self.schedule = replace(self.schedule, **{name: state[name] for name in _SAVED})
 
@@ -441,11 +441,11 @@ class BaseApoptosis(ABC):
         path.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
 
     def _slowest(self, seconds: float) -> float:
-        """Return how many steps `seconds` are on the rank where they are most."""
+        """Return how many steps `seconds` amount to, the most of all ranks."""
         return self._ranks().largest([self._clock.steps_in(seconds)])[0]
 
     def _look(self) -> tuple[tuple[Merged, ...], dict[str, str]]:
-        """Look now; return what was merged, and which groups were left and why."""
+        """Look now; return the merges, and which groups were left unchanged and why."""
         ranks = self._ranks()
         batches = most_alike(self._batches, self._shapes)
         groups: list[Group] = []
@@ -454,7 +454,7 @@ class BaseApoptosis(ABC):
             groups, failure = self._groups(batches[0])
             for group in groups:
                 self._refuse_unknown_state(group)
-        # A rank that cannot look says so in the hash: the others would wait for it otherwise.
+        # A rank that cannot look says so in the compared text: otherwise the others would wait.
         described = [f"{group.name}: {group.width} {group.reason or ''}" for group in groups]
         ranks.require_same("the model", failure + "; ".join(described))
         if failure:
@@ -465,7 +465,7 @@ class BaseApoptosis(ABC):
         weights = ranks.fingerprint(self._weights())
         decided = [choice and choice.text() for choice in choices]
         ranks.require_same("weights or decision", f"{weights} {decided}")
-        # From here on all ranks do the same, each on its own model.
+        # From here on all ranks do the same, each with its own model.
         chosen = []
         for group, choice in zip(able, choices, strict=True):
             if choice is None:
@@ -478,12 +478,12 @@ class BaseApoptosis(ABC):
     def _decide(
         self, groups: Sequence[Group], batches: Sequence[Any], ranks: Ranks
     ) -> list[Choice | None]:
-        """Return what may go of each group; None where activations are not finite."""
+        """Return the choice for each group; None if activations are not finite."""
         statistics = self._measure(groups, batches, SAMPLES // ranks.size)
         every = [seen for row in statistics for seen in row]
         if not every:
             return []
-        # What each rank adds has to be of one size; rows of the last batch may be fewer on one.
+        # All ranks have to contribute the same size; the last batch may be smaller on one.
         sizes = ranks.largest([-sum(map(len, seen.squares)) for seen in every])
         cuts = [int(-size) for size in sizes]
         cut = [np.concatenate(seen.samples)[:n] for seen, n in zip(every, cuts, strict=True)]
@@ -498,12 +498,12 @@ class BaseApoptosis(ABC):
                 Reader(site.call, self._offsets(site, group), *next(seen_by), site.takes_constant)
                 for site in group.sites
             ]
-            # Sums over ranks, and samples of all: one that is not finite is so on every rank.
+            # Sums and samples are of all ranks, so non-finite values show on every rank.
             arrays = [values for one in readers for values in (one.fit, one.samples)]
             if not all(np.isfinite(values).all() for values in arrays):
                 choices.append(None)
                 continue
-            # Limits are of channels; a neuron of a group may be a head of several.
+            # Limits are in channels; a neuron may be a head of several channels.
             least, multiple = -(-self.min_width // group.block), -(-self.round_to // group.block)
             choices.append(
                 choose(
@@ -514,21 +514,21 @@ class BaseApoptosis(ABC):
         return choices
 
     def _refuse_unknown_state(self, group: Group) -> None:
-        """Refuse a group of which the optimizer keeps what is no number, nor shaped like it."""
+        """Refuse a group with optimizer state that is neither a scalar nor parameter-shaped."""
         for name in group.parameters:
             if key := unknown_state(*self._state_shapes(name)):
                 group.refuse(f"the optimizer's {key!r} of {name} is not shaped like it")
 
-    # What batches of a rank that saw none are called for, in a rim's own words.
+    # The message, in the rim's terms, if a rank has seen no batch.
     _no_batch: str
 
     @abstractmethod
     def _begin(self) -> None:
-        """Check model and optimizer, and watch them."""
+        """Check model and optimizer, and start observing them."""
 
     @abstractmethod
     def _write(self, path: Path) -> dict[str, Any]:
-        """Write the model; return what `rebuild` has to know of it, and the version of that."""
+        """Write the model; return the record that `rebuild` needs, with its version."""
 
     @abstractmethod
     def _ranks(self) -> Ranks:
@@ -536,7 +536,7 @@ class BaseApoptosis(ABC):
 
     @abstractmethod
     def _rate(self) -> float:
-        """Return the learning rate of now, the largest if there are several."""
+        """Return the current learning rate, the largest if there are several."""
 
     @abstractmethod
     def _shapes(self, batch: Any) -> tuple[tuple[int, ...], ...]:
@@ -544,17 +544,17 @@ class BaseApoptosis(ABC):
 
     @abstractmethod
     def _groups(self, batch: Any) -> tuple[list[Group], str]:
-        """Return the model's groups, and why there are none if so."""
+        """Return the model's groups; if there are none, also the reason."""
 
     @abstractmethod
     def _state_shapes(self, name: str) -> tuple[Sequence[int], StateShapes]:
-        """Return the shape of a parameter, and of what the optimizer keeps of it, by its name."""
+        """Return the shapes of a parameter and of its optimizer state, by the parameter's name."""
 
     @abstractmethod
     def _measure(
         self, groups: Sequence[Group], batches: Sequence[Any], samples: int
     ) -> list[list[Seen]]:
-        """Return what each reader of each group saw in batches, of about `samples` outputs."""
+        """Return statistics of each reader of each group in batches, of about `samples` outputs."""
 
     @abstractmethod
     def _offsets(self, site: Site, group: Group) -> NDArray[np.float64]:
@@ -562,10 +562,10 @@ class BaseApoptosis(ABC):
 
     @abstractmethod
     def _weights(self) -> Iterable[NDArray[Any]]:
-        """Yield arrays whose bits are those of all weights."""
+        """Yield the bits of all weights as arrays."""
 
     @abstractmethod
     def _merge(
         self, chosen: Sequence[tuple[Group, Choice]], batch: Any
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
-        """Merge neurons; return what was done, and why other groups had to be given back."""
+        """Merge neurons; return the merges made, and why others had to be undone."""

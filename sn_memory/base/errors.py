@@ -1,7 +1,7 @@
-"""What can go wrong, as exceptions, and what must be installed: a framework, the extension.
+"""Exceptions, warnings, and checks that a framework or the compiled extension is installed.
 
-Every message has four parts: what failed, what was got, what was expected, what to do.
-`BudgetError` is with the plans (`plan/plan.py`).
+Every message has four parts: what failed, got, expected, what to do. `BudgetError` is defined with
+the plans (`plan/plan.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 
 
 class GraphError(ValueError):
-    """A graph, or the file it is read from, that says something impossible."""
+    """A graph, or the file it is read from, is invalid."""
 
 
 class PlanError(ValueError):
-    """A plan, or the file it is read from, that cannot be carried out on its graph."""
+    """A plan, or the file it is read from, cannot be carried out on its graph."""
 
 
 class PackError(ValueError):
-    """Buffers, their file, or their offsets that say something impossible."""
+    """Buffers, their file, or their offsets are invalid."""
 
 
 class CapacityError(RuntimeError):
@@ -34,11 +34,11 @@ class CapacityError(RuntimeError):
     Attributes
     ----------
     capacity_bytes
-        The capacity that was to be kept.
+        The requested capacity.
     lower_bound_bytes
         No packing is lower than this.
     height_bytes
-        The lowest packing that was found.
+        Height of the lowest packing found.
     proved
         True: there is no packing within the capacity. False: time ran out.
     """
@@ -64,8 +64,8 @@ class MissingExtra(ModuleNotFoundError):  # noqa: N818 - it is the extra that is
 
 
 def need(library: str, by: str) -> None:
-    """Raise MissingExtra where a rim is imported without its framework, whose name is the extra."""
-    # Looked for, not imported: an error inside the framework is no missing package.
+    """Raise MissingExtra if a framework is not installed; the extra has the framework's name."""
+    # Looked up, not imported: an error inside the framework does not mean that it is missing.
     if find_spec(library) is None:
         raise MissingExtra(
             f"{by} needs {library}, which is not installed: pip install 'superneurons[{library}]'"
@@ -75,9 +75,9 @@ def need(library: str, by: str) -> None:
 def at_first_use(
     module: str, home: Mapping[str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a module whose names are imported when asked for.
+    """Return `__getattr__` and `__dir__` for a module whose names are imported at first use.
 
-    home : per name, the module that has it, relative to this one; "." for one that is a module
+    home : per name, the module that defines it, relative to this one; "." if it is a module itself
     """
     names = vars(sys.modules[module])
 
@@ -93,11 +93,11 @@ def at_first_use(
 
 
 def warn_user(text: str, *libraries: str) -> None:
-    """Warn at the line of the user's that called in, outside of this package and of libraries.
+    """Warn at the line of user code that called in, outside of this package and of libraries.
 
-    libraries : the folders that these lie in
+    libraries : the folders of these libraries
     """
-    # Depths differ with hooks, wrappers and versions of the libraries.
+    # The stack depth varies with hooks, wrappers and versions of the libraries.
     inside = (str(Path(__file__).parents[1]), *libraries)
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_code.co_filename.startswith(inside):
@@ -115,10 +115,11 @@ class AccuracyWarning(UserWarning):
 
 @cache
 def core() -> Any:
-    """Return the compiled extension `sn_memory._core`; raises MissingExtra where it was not built.
+    """Return the compiled extension `sn_memory._core`; raise MissingExtra if it was not built.
 
-    It has the loops of planner and packer, from csrc/memory. Each runs thousands of times for one
-    plan, and in plain Python fifty to a hundred times as long, so nothing is planned without.
+    It has the inner loops of planner and packer, from csrc/memory. Each runs thousands of times per
+    plan and takes fifty to a hundred times as long in plain Python, so nothing is planned without
+    it.
     """
     try:
         return import_module("sn_memory._core")

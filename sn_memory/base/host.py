@@ -1,11 +1,12 @@
-"""The memory of this machine: what of it this process may have, and what malloc keeps of it.
+"""The memory limits of this process, and returning the memory that malloc keeps.
 
-By default the size from which glibc's malloc takes memory from the kernel alone, and gives it back
-when it is freed, grows with what is freed, to 32 MiB. Smaller tensors then lie in the heap, whose
-holes stay with the process: 90 to 180 MiB beside a step of 150 to 270 (docs/torch_memory.md, "The
-limits of a process"). With the size fixed each tensor from 128 KiB on is given back as it is freed,
-and its pages are made anew next time, which costs a step a fifth of its seconds to as much again.
-mallopt is for the whole process, and glibc has no way back to a size that grows.
+glibc's malloc maps each block above a threshold separately, and returns it to the kernel when it is
+freed. By default the threshold grows with the blocks freed, up to 32 MiB. Smaller tensors then lie
+in the heap, whose holes stay with the process: 90 to 180 MiB beside a step of 150 to 270
+(docs/torch_memory.md, "The limits of a process"). With a fixed threshold, each tensor of 128 KiB or
+more is returned when it is freed, and its pages are faulted in again next time, which makes a step
+take 1.2 to 2 times its seconds. mallopt affects the whole process, and glibc cannot go back to a
+threshold that grows.
 """
 
 from __future__ import annotations
@@ -25,20 +26,20 @@ from .sizes import show_bytes
 if sys.platform != "win32":
     import resource
 
-# What `limits` reads, in words for an error.
+# What `limits` reads, as text for an error.
 READ: Final = (
     "RLIMIT_DATA (ulimit -d), RLIMIT_AS (ulimit -v), memory.max and memory.high of cgroups (v2), "
     "memory.limit_in_bytes of cgroups (v1), MemAvailable of /proc/meminfo"
 )
 SETTING: Final = "SN_MEMORY_MALLOC"
 _WAYS: Final = ("auto", "on", "off")
-# <malloc.h>: from which size on the kernel is asked, and how much of the heap's end is kept. The
-# sizes are those glibc begins with.
+# <malloc.h>: from which size blocks are mapped, and how much of the heap's end is kept. The values
+# are glibc's initial ones.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _BYTES = -1, -3, 128 << 10
-# A process that may have this many times the peak of a step has room for what malloc keeps: with it
-# a step took up to 2.7 times its peak. Not more: a step that malloc gives back for is slower.
+# A process that may use this many times the peak of a step has room for what malloc keeps: a step
+# took up to 2.7 times its peak. No larger, as a step is slower when malloc returns memory.
 _NEAR: Final = 3
-# The limit that was near: once in a process is enough.
+# The limit that was near; the warning is given once per process.
 _WARNED: list[str] = []
 # In cgroups of version 1 "no limit" is the largest number of whole pages.
 _NONE: Final = 1 << 62
@@ -48,8 +49,8 @@ _NONE: Final = 1 << 62
 class Limit:
     """What one limit leaves to this process.
 
-    name : which one, in words
-    free_bytes : what may still be taken; 0 where more is taken than it allows
+    name : which limit, as text
+    free_bytes : what may still be allocated; 0 if the limit is exceeded
     """
 
     name: str
@@ -57,14 +58,14 @@ class Limit:
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Return what can be taken without swapping; None where the system does not say."""
+    """Return the bytes that can be allocated without swapping; None if unknown."""
     return _kib(root / "proc/meminfo").get("MemAvailable")
 
 
 def limits(root: Path = Path("/")) -> list[Limit]:
-    """Return all limits of this process that are known; none but on Linux.
+    """Return all known limits of this process; none except on Linux.
 
-    root : where /proc and /sys lie
+    root : the folder that contains /proc and /sys
     """
     available = available_bytes(root)
     free = [] if available is None else [Limit("free memory (MemAvailable)", available)]
@@ -72,7 +73,7 @@ def limits(root: Path = Path("/")) -> list[Limit]:
 
 
 def smallest_limit() -> Limit | None:
-    """Return the limit that leaves least; None where none is known."""
+    """Return the limit that leaves least; None if no limit is known."""
     return min(limits(), key=lambda limit: limit.free_bytes, default=None)
 
 
@@ -90,8 +91,8 @@ def _by_rlimits(root: Path) -> Iterator[Limit]:
 def _by_cgroups(root: Path) -> Iterator[Limit]:
     """Yield limits of the process's own cgroup and of those above it.
 
-    In a container the path may be the host's; what is mounted is then the container's own, and the
-    walk comes to it last.
+    In a container the path may be the host's, while the container's own cgroup is mounted at the
+    top, which is visited last.
     """
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -115,20 +116,20 @@ def _by_cgroup(folder: Path, files: list[str], used: str, cache: str) -> Iterato
         if most is None or held is None or most >= _NONE:
             continue
         lines = (line.split() for line in (_text(folder / "memory.stat") or "").splitlines())
-        # Of the page cache what was not read lately: the kernel takes it before it kills. The rest
-        # has this process's own libraries in it.
+        # The inactive part of the page cache, which the kernel reclaims before it kills. The active
+        # part contains this process's own libraries.
         cached = sum(int(words[1]) for words in lines if words[:1] == [cache])
         yield Limit(f"{file} of {folder}", max(most - held + cached, 0))
 
 
 def _number(path: Path) -> int | None:
-    """Return the whole number in a file; None where there is none, as "max"."""
+    """Return the integer in a file; None if it has none, e.g. "max"."""
     text = (_text(path) or "").strip()
     return int(text) if text.isdecimal() else None
 
 
 def _kib(path: Path) -> dict[str, int]:
-    """Return lines as "VmData: 12 kB", in bytes."""
+    """Return the values of lines such as "VmData: 12 kB", in bytes."""
     lines = (line.split() for line in (_text(path) or "").splitlines())
     return {words[0].rstrip(":"): int(words[1]) << 10 for words in lines if words[2:] == ["kB"]}
 
@@ -141,11 +142,11 @@ def _text(path: Path) -> str | None:
 
 
 def return_freed(peak_bytes: int = 0) -> bool:
-    """Let malloc return what is freed, where the limit of this process is near; whether it does.
+    """Make malloc return freed memory if this process is near its limit; return whether it does.
 
-    peak_bytes : of a planned step; without one, only where the setting says `on`
+    peak_bytes : of a planned step; if 0, only with SN_MEMORY_MALLOC=on
 
-    Raises ValueError for another value of SN_MEMORY_MALLOC than `auto`, `on`, `off`.
+    Raises ValueError if SN_MEMORY_MALLOC is neither `auto`, `on` nor `off`.
     """
     way = os.environ.get(SETTING, "auto")
     if way not in _WAYS:
@@ -153,7 +154,7 @@ def return_freed(peak_bytes: int = 0) -> bool:
     if way == "off" or sys.platform != "linux":
         return False
     library = ctypes.CDLL(None)
-    # Another C library has no such function or no such sizes; who set the size chose it.
+    # Another C library has no such function or thresholds; a threshold set by the user stays.
     if not hasattr(library, "gnu_get_libc_version") or "MALLOC_MMAP_THRESHOLD_" in os.environ:
         return False
     if way == "auto":
@@ -166,7 +167,7 @@ def return_freed(peak_bytes: int = 0) -> bool:
                 f"{limit.name} leaves {show_bytes(limit.free_bytes)}, less than {_NEAR} times what "
                 f"a planned step holds ({show_bytes(peak_bytes)}): from now on malloc returns what "
                 "tensors free to the system, so that the limit holds; steps may take up to 1.8 "
-                f"times their seconds. {SETTING}=off leaves malloc alone.",
+                f"times as long. {SETTING}=off leaves malloc alone.",
                 PlanWarning,
                 stacklevel=2,
             )

@@ -1,13 +1,13 @@
-"""How long planning may take, and how far it is: the clock of searches, and what is shown of it.
+"""The clock that limits searches, and the progress output of planning.
 
-The clock is the one on the wall, or work that is counted. People ask for seconds that they wait, so
-those are the default. A search that they end depends on the machine and on what else runs on it.
-Where the same answer is wanted everywhere, work is counted instead: each loop reports what it has
-done, in steps whose number depends on the problem alone. `counting` sets which, for all inside it.
+The clock counts wall-clock seconds or work. Users wait for seconds, so those are the default; but
+where a search stops then depends on the machine and its load. For the same result everywhere, work
+is counted instead: each loop reports what it has done, in units whose number depends only on the
+problem. `counting` selects the clock for everything inside it.
 
-A program that is silent for a minute looks as if it hung. On a terminal one line says how far it
-is. Where standard error is a file or a pipe nothing is written, unless it is asked for: then plain
-lines, no more than one in two seconds for a stage.
+A program that is silent for a minute looks as if it hung. On a terminal, one line shows the
+progress. If standard error is a file or a pipe, nothing is written unless requested: then plain
+lines, at most one every two seconds per stage.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-# What stands for a second where work is counted. A unit is one op of a graph that the compiled
-# search carries out on paper; it does 8 to 30 million of them in a second.
+# Units that stand for a second when work is counted. A unit is one op of a graph simulated by the
+# compiled search, which does 8 to 30 million of them in a second.
 UNITS_PER_S: Final = 20_000_000
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Meter:
-    """Whether work counts in this context, and how much of it was spent."""
+    """Whether work is counted in this context, and how much was spent."""
 
     counts_work: bool
     units: int = 0
@@ -39,7 +39,7 @@ class _Meter:
 
 @dataclass
 class _Stages:
-    """Seconds on the wall that stages of planning share, and what they have spent of them."""
+    """Wall-clock seconds that the stages of planning share, and how many they have spent."""
 
     limit_s: float
     spent_s: float = 0.0
@@ -52,14 +52,14 @@ _STAGES: ContextVar[_Stages | None] = ContextVar("sn_memory.stages", default=Non
 
 @contextmanager
 def counting(work: bool) -> Iterator[None]:
-    """Let `now` tell counted work from here on, from nothing; or else seconds on the wall."""
+    """Make `now` return counted work, starting at zero, or else wall-clock seconds."""
     with _within(_METER, _Meter(work)):
         yield
 
 
 @contextmanager
 def sharing(limit_s: float) -> Iterator[None]:
-    """Let all stages inside share so many seconds."""
+    """Let all stages inside share `limit_s` seconds."""
     with _within(_STAGES, _Stages(limit_s)):
         yield
 
@@ -75,9 +75,9 @@ def _within(variable: ContextVar[T], value: T) -> Iterator[None]:
 
 @contextmanager
 def stage() -> Iterator[float]:
-    """Yield the seconds that a stage may take, and count them; outside of `sharing`, inf.
+    """Yield the seconds that a stage may take, and count what it takes; inf outside of `sharing`.
 
-    A tenth at least of what all share, for a search that comes when all is spent.
+    At least a tenth of the shared seconds, for a search that begins when all are spent.
     """
     stages, began = _STAGES.get(), time.perf_counter()
     if stages is None:
@@ -90,7 +90,7 @@ def stage() -> Iterator[float]:
 
 
 def now() -> float:
-    """Return the seconds on the wall, or what was counted so far in place of them."""
+    """Return wall-clock seconds, or the seconds that the work counted so far stands for."""
     meter = _METER.get()
     return meter.units / UNITS_PER_S if meter.counts_work else time.perf_counter()
 
@@ -101,44 +101,44 @@ def spend(units: int) -> None:
 
 
 def late_or_units(deadline: float) -> Callable[[], bool] | int:
-    """Return what ends a compiled search at a moment of `now`: a question, or the units left."""
+    """Return what stops a compiled search at `deadline`: a predicate, or the units left."""
     if not counts_work():
         return lambda: now() > deadline
     return units(deadline - now())
 
 
 def counts_work() -> bool:
-    """Whether `now` tells counted work."""
+    """Whether `now` returns counted work."""
     return _METER.get().counts_work
 
 
 def units(seconds: float) -> int:
-    """Return the work that stands for so many seconds, 0 at least, 2**62 at most."""
+    """Return the work that stands for `seconds`; at least 0, at most 2**62."""
     return int(min(max(seconds, 0.0) * UNITS_PER_S, 2.0**62))
 
 
-# Seconds between two lines of a stage, and between two states of the line of a terminal.
+# Seconds between two lines of a stage, and between two updates of the line on a terminal.
 BETWEEN_S: Final = 2.0
 REDRAWN_S: Final = 0.1
-# To the beginning of the line, and nothing in it.
+# Go to the beginning of the line and clear it.
 _ERASE: Final = "\r\x1b[K"
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far planning is.
+    """Progress of planning.
 
     Parameters
     ----------
     stage
         `trace`, `time ops`, `search`, `trial` or `pack`.
     done, total
-        Of the stage: ops timed, and how many there are; of the search, what it has spent of its
-        time limit, in seconds. It may end long before. 0 and 1 for what has no parts.
+        Of the stage: ops timed, and the number of ops; for the search, seconds spent, and its time
+        limit, which it may not need. 0 and 1 for a stage without parts.
     seconds
-        On the wall since planning began.
+        Wall-clock seconds since planning began.
     note
-        What was found last, for people; it may be empty.
+        The latest result, for people; may be empty.
     """
 
     stage: str
@@ -148,33 +148,33 @@ class Progress:
     note: str = ""
 
 
-# What callers pass: None for a terminal only, False, True, or what takes the records.
+# What callers pass: None (only on a terminal), False, True, or a function of the records.
 ProgressOption = bool | Callable[[Progress], object] | None
 
 
-# What takes the records, None where none are wanted; and when planning began.
+# The function that receives the records, or None; and when planning began.
 _LISTENER: ContextVar[tuple[Callable[[Progress], object] | None, float]] = ContextVar(
     "sn_memory.progress", default=(None, 0.0)
 )
 
 
 def report_progress(stage: str, done: float, total: float, note: str = "") -> None:
-    """Say how far planning is; the parameters are those of Progress."""
+    """Report the progress of planning; the parameters are those of Progress."""
     show, began = _LISTENER.get()
     if show is not None:
         show(Progress(stage, done, total, time.perf_counter() - began, note))
 
 
 def is_heard() -> bool:
-    """Whether records are taken: their notes may cost time to make."""
+    """Whether anything receives the records: making their notes may take time."""
     return _LISTENER.get()[0] is not None
 
 
 @contextmanager
 def progress_output(wanted: ProgressOption) -> Iterator[None]:
-    """Let `report_progress` be heard in the way that is wanted, by all that is called inside.
+    """Set where `report_progress` goes, for all that is called inside.
 
-    Raises TypeError for what is neither a bool, None nor callable.
+    Raises TypeError if `wanted` is neither a bool, None nor callable.
     """
     if not (wanted is None or isinstance(wanted, bool) or callable(wanted)):
         raise TypeError(
@@ -193,15 +193,15 @@ def progress_output(wanted: ProgressOption) -> Iterator[None]:
 
 
 class _Printer:
-    """Writes how far a stage is: on a terminal one line, which goes in the end; else some lines.
+    """Writes progress: on a terminal one line, which is erased in the end; else several lines.
 
-    These are one when the stage begins, one every two seconds of it, and one at its end.
+    These are one when a stage begins, one every two seconds, and one at its end.
     """
 
     def __init__(self) -> None:
         self.terminal = sys.stderr.isatty()
         self.stage, self.last, self.began = "", 0.0, 0.0
-        # The latest that came too soon after a line: written when the stage ends.
+        # The latest record that came too soon after a line; written when the stage ends.
         self.waiting: Progress | None = None
 
     def show(self, progress: Progress) -> None:
@@ -220,15 +220,15 @@ class _Printer:
         far = self.far(progress) if progress.total != 1 else ""
         done = f"{progress.stage} {progress.done:.3g} of {progress.total:.3g}{far}"
         line = f"sn_memory: {progress.seconds:.1f} s, {done}{note}"
-        # A line that is wrapped could not be written over.
+        # A wrapped line could not be overwritten.
         wide = shutil.get_terminal_size().columns - 1
         sys.stderr.write(f"{_ERASE}{line[:wide]}" if self.terminal else f"{line}\n")
         sys.stderr.flush()
 
     def far(self, progress: Progress) -> str:
-        """How much of the stage is done, and the time that the rest takes at this rate."""
+        """How much of the stage is done, and the time left at this rate."""
         done, spent = min(progress.done / progress.total, 1.0), progress.seconds - self.began
-        # Of a stage that has just begun nothing is known.
+        # At the beginning of a stage its rate is unknown.
         left = f", {spent * (1 - done) / done:.0f} s left" if done > 0 and spent > 0 else ""
         return f" ({done:.0%}{left})"
 

@@ -1,14 +1,14 @@
-"""What comes from outside: sizes as people write them, checked numbers, JSON read field by field.
+"""External input (sizes as text, checked numbers, JSON read field by field) and text output.
 
-Sizes are added in 64-bit integers and seconds in doubles, and neither reports an overflow: four
+Sizes are summed in 64-bit integers and seconds in doubles, and neither reports an overflow: four
 storages of 2**63 - 1 bytes wrap around to -4, twice 1e308 seconds are infinite, and then every
-bound is true. So whatever could ever be added up in a plan is added up once, exactly, when a graph
-is made (`graph/graph.py`).
+bound holds. So everything that a plan could ever sum is summed once, exactly, when a graph is made
+(`graph/graph.py`).
 
-`json` reports a line for text that is not JSON; for JSON that says the wrong thing we keep the path
-of the key (`ops[12].inputs[0]`), because that is what the writer of the file has to look for.
+`json` reports the line of text that is not JSON. For JSON with wrong contents we report the path of
+the key (`ops[12].inputs[0]`), because that is what the author of the file has to look for.
 
-Also the lines and tables of text by which plans, estimates and reports show themselves.
+Also formats the lines and tables of plans, estimates and reports.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, Final
 
-# What a plan has at once is at most twice the sum (an op may make all that is there a second time),
-# which is below 2**63.
+# A plan's live bytes are at most twice the sum of all sizes (an op may produce everything a second
+# time), which is below 2**63.
 LARGEST: Final = 2**62
 LARGEST_FLOAT: Final = sys.float_info.max
-# A plan may run ops again. With this bound on one run of all, it takes 10**289 reruns to overflow.
+# A plan may recompute ops. With this bound on running all ops once, 10**289 reruns would overflow.
 LONGEST_S: Final = float(LARGEST)
 
 
 def is_count(value: Any) -> bool:
-    """Whether this is a whole number from 0 to the largest there may be."""
+    """Whether this is a whole number from 0 to LARGEST."""
     if isinstance(value, bool):
         return False
     try:
@@ -45,7 +45,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_amount(value: Any) -> bool:
-    """Whether this is a number from 0 to the largest finite one; NaN is none."""
+    """Whether this is a number from 0 to the largest finite one; false for NaN."""
     try:
         return isinstance(value, Real) and 0.0 <= float(value) < math.inf
     except OverflowError:
@@ -55,8 +55,8 @@ def is_amount(value: Any) -> bool:
 def load(source: str | os.PathLike[str], error: type[ValueError], what: str) -> Any:
     """Parse JSON from a path, or from text that starts with a brace.
 
-    Raises `error` when the text is not JSON, with the line and column where there is one, or says
-    a key twice, and OSError when the file cannot be read.
+    Raises `error` if the text is not JSON (with line and column where known) or has a key twice,
+    and OSError if the file cannot be read.
     """
     text, origin = str(source), "the text"
 
@@ -94,10 +94,10 @@ def write_records(
     lists: Mapping[str, Iterable[Any]],
     path: str | os.PathLike[str] | None,
 ) -> str:
-    """Return JSON text, one record a line, so that files can be compared by line.
+    """Return JSON text with one record per line, so that files can be compared by line.
 
-    head, lists : its keys, in this order: of one value each, and of records
-    path : also written to, if given
+    head, lists : its keys in this order: single values, and lists of records
+    path : file to write to as well, if given
     """
     parts = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
     for key, records in lists.items():
@@ -112,8 +112,8 @@ def write_records(
 class Fields:
     """One JSON object being read: each getter checks the type; `done` rejects unknown keys.
 
-    value : what the JSON has at this place; anything but an object raises
-    path : where that is, for messages
+    value : the JSON value; anything but an object raises
+    path : its path in the file, for messages
     error : the exception to raise: GraphError or PlanError
     """
 
@@ -125,11 +125,11 @@ class Fields:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys that were not read yet, for objects whose keys are names."""
+        """Keys not read yet, for objects whose keys are names."""
         return tuple(self._left)
 
     def _take(self, key: str, default: object, valid: Callable[[Any], bool], expected: str) -> Any:
-        """Return a value that is valid, or the default where the key is missing or null."""
+        """Return a valid value, or the default if the key is missing or null."""
         value = self._left.pop(key, None)
         if value is None and default is not MISSING:
             return default
@@ -140,7 +140,7 @@ class Fields:
         return value
 
     def fail(self, key: str, value: object, expected: str) -> ValueError:
-        """Return the error for a value of the wrong kind, ready to be raised."""
+        """Return the error to raise for an invalid value."""
         return self.error(f"{self.path}.{key}: got {show(value)}, expected {expected}.")
 
     def text(self, key: str, default: object = MISSING) -> Any:
@@ -157,7 +157,7 @@ class Fields:
         value = self._take(key, default, lambda value: type(value) in (int, float), "a number")
         if value is default:
             return value
-        # JSON's own `NaN` and `Infinity`, which Python reads, and whole numbers beyond any float.
+        # Python's JSON reads `NaN` and `Infinity`, and whole numbers beyond any float.
         if not abs(value) <= LARGEST_FLOAT:
             raise self.fail(key, value, "a finite number")
         return float(value)
@@ -178,7 +178,7 @@ class Fields:
 
     def mapping(self, key: str) -> Mapping[str, Any]:
         value = self._take(key, {}, lambda value: isinstance(value, dict), "an object {...}")
-        # JSON has no other keys than strings, but some that no file can hold: see `is_text`.
+        # JSON keys are strings, but some cannot be written to a file: see `is_text`.
         for name in value:
             if not is_text(name):
                 raise self.fail(key, name, "keys that are strings")
@@ -189,19 +189,19 @@ class Fields:
         return None if value is None else Fields(value, f"{self.path}.{key}", self.error)
 
     def done(self) -> None:
-        """Raise if a key was not read: it is a typing error or a newer format."""
+        """Raise if a key was not read: it is a typo or belongs to a newer format."""
         if self._left:
             key = next(iter(self._left))
             raise self.error(
                 f"{self.path}: unknown key {key[:60]!r}. Remove it, or see "
-                "docs/graph_format.md for the keys there are."
+                "docs/graph_format.md for the known keys."
             )
 
 
 def is_text(value: object) -> bool:
-    """Whether this is a string that can be written to a file: half of a pair of surrogates cannot.
+    """Whether this is a string that can be written to a file, i.e. has no lone surrogates.
 
-    JSON may have one as an escape, and printing the name would fail on it, much later.
+    JSON may contain one as an escape, and printing the name would fail much later.
     """
     try:
         return isinstance(value, str) and value.encode() is not None
@@ -210,7 +210,7 @@ def is_text(value: object) -> bool:
 
 
 def show(value: object) -> str:
-    """Return a value for a message: as JSON, cut to sixty characters, whatever it is."""
+    """Return any value as JSON, cut to sixty characters, for a message."""
     try:
         text = json.dumps(value, default=str)
     except (RecursionError, ValueError):
@@ -225,10 +225,10 @@ _UNITS: Final = (
         for power, letter in enumerate("kmgt", start=1)
         for middle in ("", "i")
     }
-    # As memory is sold and as docker, ulimit and free have it.
+    # As memory is sold, and as in docker, ulimit and free.
     | {letter: 1024**power for power, letter in enumerate("kmgt", start=1)}
 )
-# Characters that a size may have: the pattern is not tried on more.
+# The most characters of a size: longer text is not matched against the pattern.
 _LONGEST: Final = 60
 _TEXT: Final = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-zA-Z]*|%)\s*")
 
@@ -238,10 +238,10 @@ def parse_bytes(size: float | str, *, whole: int | None = None) -> int:
 
     size : bytes as a whole number (6e9 is one), or text: a number and B, kB, MB, GB, TB (powers of
         1000), KiB, MiB, GiB, TiB or K, M, G, T (powers of 1024), or %. A fraction above 0 and up to
-        1, as a float or as text with a point and no unit, is a part of `whole`, as percent are.
-    whole : what 100% is; without it, percent and fractions are refused.
+        1, as a float or as text with a point and no unit, is a share of `whole`, like a percentage.
+    whole : what 100% is; without it, percentages and fractions are refused.
 
-    Raises ValueError for anything else; negative sizes too.
+    Raises ValueError for anything else, including negative sizes.
 
     Examples
     --------
@@ -255,7 +255,7 @@ def parse_bytes(size: float | str, *, whole: int | None = None) -> int:
         return _checked(size)
     if isinstance(size, float) and size > 1 and size.is_integer():  # 6e9
         return _checked(int(size))
-    # 0.6 is taken as six tenths, not as the nearest double to it.
+    # 0.6 means six tenths exactly, not the nearest double.
     text = float.__repr__(size) if isinstance(size, float) else size
     match_ = _TEXT.fullmatch(text) if isinstance(text, str) and len(text) <= _LONGEST else None
     if match_ is not None:
@@ -280,7 +280,7 @@ def _checked(size: int | Fraction) -> int:
 
 
 def is_part(size: float | str) -> bool:
-    """Whether a size, if it is one, is a part of a whole: percent, or a fraction up to 1.
+    """Whether a valid size is a share of a whole: a percentage, or a fraction up to 1.
 
     >>> from sn_memory.base.sizes import is_part
     >>> is_part("60%"), is_part(0.6), is_part("6G"), is_part(1)
@@ -320,7 +320,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def peak_line(budget_bytes: int | None, before: int, after: int) -> str:
-    """Return budget and peaks; a peak of 0 was neither predicted nor measured.
+    """Return a line with budget and peaks; a peak of 0 means neither predicted nor measured.
 
     >>> peak_line(2048, 4096, 1024)
     'budget 2 KiB, peak 4 KiB -> 1 KiB (-75 %)'
@@ -335,7 +335,7 @@ def peak_line(budget_bytes: int | None, before: int, after: int) -> str:
 
 
 def decided_line(decisions: Iterable[tuple[str, int]], what: str) -> str:
-    """Return how many things each technique has, with their bytes; `decisions` are both of each.
+    """Count items and bytes per technique; `decisions` are (technique, bytes) pairs.
 
     >>> decided_line([("keep", 1), ("recompute", 1024), ("recompute_each", 1024)], "storages")
     'of 3 storages 2 recomputed (2 KiB), 0 offloaded'
@@ -350,7 +350,7 @@ def decided_line(decisions: Iterable[tuple[str, int]], what: str) -> str:
 
 
 def seconds_line(before: float, after: float) -> str:
-    """Return seconds of a step without the plan and with it.
+    """Return a line with the seconds of a step without the plan and with it.
 
     >>> seconds_line(0.1, 0.11)
     'a step takes 100 ms -> 110 ms (+10.0 %)'
@@ -362,7 +362,7 @@ def seconds_line(before: float, after: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], *, indent: str = "", right: bool = False) -> list[str]:
-    """Return rows of text in columns; with `right`, all columns but the first end together.
+    """Return rows of text in columns; with `right`, all but the first are right-aligned.
 
     >>> table([("peak", "1 KiB"), ("input", "12 B")], right=True)
     ['peak   1 KiB', 'input   12 B']

@@ -1,1 +1,1 @@
-"""What an action costs: reruns, copies to the host, workspaces, and tables of measured times."""
+"""Cost models: reruns, copies to the host, workspaces, allocators, and measured op times."""

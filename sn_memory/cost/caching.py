@@ -1,14 +1,14 @@
-"""torch's caching allocator on paper: what it reserves for what is allocated.
+"""Simulation of torch's caching allocator: what it reserves for given allocations.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` and `c10/core/AllocatorConfig.cpp` of
 torch 2.13. Sizes are multiples of 512 bytes. Blocks up to 1 MiB come from segments of 2 MiB, those
-below 10 MiB from segments of 20 MiB; larger ones have segments of their own, multiples of 2 MiB.
-The smallest free block that is large enough is taken, and cut where the rest is worth it. With
-expandable segments each of the two pools is one segment that grows by 2 or 20 MiB.
+below 10 MiB from segments of 20 MiB; larger ones have their own segments, multiples of 2 MiB. The
+smallest free block that is large enough is taken, and split if the rest is large enough to be
+useful. With expandable segments, each of the two pools is one segment that grows by 2 or 20 MiB.
 
-Left out: more than one stream; a limit, at which torch gives cached segments back and then refuses;
-and `garbage_collection_threshold`, which gives them back earlier than they are needed elsewhere and
-acts only where a process has a memory fraction set.
+Not modelled: more than one stream; a limit, at which torch releases cached segments and then
+raises; and `garbage_collection_threshold`, which releases them before they are needed elsewhere and
+is only effective if the process has set a memory fraction.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Final, Protocol
 from ..graph.liveness import most_together
 
 UNLIMITED: Final = 1 << 62
-# The second step begins with the segments that the first has left, cut as it left them.
+# The second step begins with the segments that the first has left, split as they are.
 _STEPS = 2
 
 Rows = list[tuple[int, int, int]]
@@ -35,8 +35,8 @@ Rows = list[tuple[int, int, int]]
 class Reserved:
     """What an allocator reserves for a step.
 
-    peak_bytes : the most, with what is resident
-    pool_bytes : of the segment that the pool of the step begins with; 0 for none
+    peak_bytes : the most, including resident storages
+    pool_bytes : size of the initial segment of the step's pool; 0 for none
     """
 
     peak_bytes: int
@@ -44,7 +44,7 @@ class Reserved:
 
 
 class Settings(Protocol):
-    """The settings of an allocator, and what it reserves by them."""
+    """The settings of an allocator, and what it reserves with them."""
 
     @property
     def caching(self) -> bool: ...
@@ -59,7 +59,7 @@ class Settings(Protocol):
 
 
 class Block:
-    """A piece of what is reserved: in use, free, or (torch) without memory behind it."""
+    """A block of reserved memory: in use, free, or (torch) unmapped."""
 
     __slots__ = ("address", "after", "before", "size", "small", "state")
 
@@ -70,17 +70,17 @@ class Block:
 
 
 class BlockAllocator(ABC):
-    """Hands out blocks of what it has reserved, and keeps them when they are freed.
+    """Allocates blocks from reserved memory, and caches them when they are freed.
 
-    allocated_bytes, reserved_bytes : now: of blocks in use, as large as they are handed out; of all
-        that is reserved.
+    allocated_bytes, reserved_bytes : current: of blocks in use, by their block sizes; of all
+        reserved memory.
     peak_allocated_bytes, peak_reserved_bytes : the most so far
     """
 
     def __init__(self) -> None:
         self.allocated_bytes = self.reserved_bytes = 0
         self.peak_allocated_bytes = self.peak_reserved_bytes = 0
-        # Per pool, whether small: free blocks as (bytes, address), and those without memory.
+        # Per pool, whether small: free blocks as (bytes, address), and unmapped ones.
         self._free: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         self._unmapped: dict[bool, list[int]] = {True: [], False: []}
         # Every block that is not in use, by address, and those in use, by the caller's key.
@@ -90,10 +90,10 @@ class BlockAllocator(ABC):
 
     @abstractmethod
     def allocate(self, key: object, nbytes: int) -> None:
-        """Take a block; of 0 bytes none is taken. A key that is held is freed first."""
+        """Allocate a block; none for 0 bytes. A key that is held is freed first."""
 
     def free(self, key: object) -> None:
-        """Give a block back, joined with free neighbours; nothing for a key that is not held."""
+        """Free a block and merge it with free neighbours; ignore a key that is not held."""
         block = self._held.pop(key, None)
         if block is not None:
             self.allocated_bytes -= block.size
@@ -111,7 +111,7 @@ class BlockAllocator(ABC):
         self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
 
     def _cut(self, block: Block, size: int) -> None:
-        """Keep so many bytes of a free block that is taken; the rest is free."""
+        """Keep `size` bytes of a taken block; the rest becomes free."""
         left = block.size - size
         block.size = size
         self._put(self._cut_off(block, left, "free"))
@@ -134,7 +134,7 @@ class BlockAllocator(ABC):
         return block
 
     def _cut_off(self, block: Block, size: int, state: str) -> Block:
-        """Return a new block right after one, whose size the caller has set."""
+        """Return a new block right after `block`, whose size the caller has reduced."""
         rest = Block(block.address + block.size, size, state, small=block.small)
         rest.before, rest.after = block, block.after
         if block.after is not None:
@@ -143,7 +143,7 @@ class BlockAllocator(ABC):
         return rest
 
     def _joined(self, block: Block) -> Block:
-        """Return the block with its neighbours of the same state, which leave their rows."""
+        """Return the block merged with its neighbours of the same state."""
         before = block.before
         if before is not None and before.state == block.state:
             self._take(before)
@@ -165,13 +165,13 @@ class BlockAllocator(ABC):
 
 
 def replay(memory: BlockAllocator, rows: Rows, most_bytes: float = math.inf) -> None:
-    """Make steps: buffers come and go in the order of time, and of rows; all go in the end.
+    """Replay steps: allocate and free buffers in the order of time, then of rows.
 
-    It ends where more than `most_bytes` are reserved.
+    All are freed in the end. Stops when more than `most_bytes` are reserved.
     """
     events = [(lower, 1, at) for at, (lower, _, _) in enumerate(rows)]
     events += [(upper, 0, at) for at, (_, upper, _) in enumerate(rows)]
-    # Frees of a moment come before allocations, as lifetimes are half-open.
+    # At the same time, frees come before allocations, as lifetimes are half-open.
     events.sort()
     for _ in range(_STEPS):
         for _, allocates, at in events:
@@ -190,32 +190,32 @@ SMALL_SEGMENT: Final = 2 * _MIB
 LARGE_SEGMENT: Final = 20 * _MIB
 LARGE: Final = 10 * _MIB
 ROUND_LARGE: Final = 2 * _MIB
-# Granules of an expandable segment: more than any device has memory for.
+# Granules of an expandable segment: more than any device's memory.
 _GRANULES = 1 << 24
 # Sizes from 1 MiB to 64 GiB have a number of divisions for each power of two.
 _INTERVALS = 16
-# First segments that are tried: the largest sum of large blocks, and so many hundredths more.
+# First segments that are tried: the largest sum of large blocks, and this many hundredths more.
 _MORE = range(16)
 _EXPANDABLE = "expandable_segments:True"
-# Keys and values of settings; commas inside brackets separate no pairs.
+# Keys and values of settings; commas inside brackets do not separate pairs.
 _PAIR = re.compile(r"([^,:\[\]]+):(\[[^\]]*\]|[^,\[\]]*)")
 
 
 @dataclass(frozen=True)
 class AllocatorSettings:
-    """What `PYTORCH_ALLOC_CONF` asks of torch's caching allocator, as far as it changes sizes.
+    """The settings in `PYTORCH_ALLOC_CONF` that affect sizes.
 
     expandable : `expandable_segments`
-    max_split_bytes : `max_split_size_mb`: blocks of this size and more are neither cut nor given to
-        smaller requests.
+    max_split_bytes : `max_split_size_mb`: blocks of this size and more are neither split nor used
+        for smaller requests.
     non_split_bytes : `max_non_split_rounding_mb`: a request of `max_split_bytes` and more takes a
         free block that is larger by less than this.
-    large_segment_bytes : `large_segment_size_mb`: of segments that blocks below 10 MiB share.
+    large_segment_bytes : `large_segment_size_mb`: of segments shared by blocks below 10 MiB.
     divisions : `roundup_power2_divisions`, per power of two from 1 MiB to 64 GiB; empty rounds to
         512 bytes.
-    caching : whether torch's own allocator serves: not with `backend:cudaMallocAsync`, whose rules
-        the driver does not tell.
-    text : as they were set
+    caching : whether torch's own allocator is used: not with `backend:cudaMallocAsync`, whose rules
+        are not public.
+    text : the original text
 
     Examples
     --------
@@ -233,7 +233,7 @@ class AllocatorSettings:
 
     @staticmethod
     def of(text: str) -> AllocatorSettings:
-        """Return the settings of a text as `PYTORCH_ALLOC_CONF` has it; torch has checked it."""
+        """Parse the text of `PYTORCH_ALLOC_CONF`, which torch has already validated."""
         values = dict(_PAIR.findall("".join(text.split())))
 
         def size(key: str, default: int) -> int:
@@ -252,45 +252,45 @@ class AllocatorSettings:
 
     @property
     def name(self) -> str:
-        """The allocator and its settings, in words."""
+        """The allocator and its settings, as text."""
         return f"torch's allocator ({self.text or 'default settings'})"
 
     @property
     def reserves(self) -> str:
-        """What it does with so many bytes, in words."""
+        """Text to precede the number of reserved bytes."""
         return "torch's allocator reserves"
 
     @property
     def others(self) -> dict[str, AllocatorSettings]:
-        """Settings that may reserve less, by how they are set."""
+        """Settings that may reserve less, by the text that says how to set them."""
         texts = {"no PYTORCH_ALLOC_CONF": "", f"PYTORCH_ALLOC_CONF={_EXPANDABLE}": _EXPANDABLE}
         named = {name: AllocatorSettings.of(text) for name, text in texts.items()}
         return {name: other for name, other in named.items() if other != self}
 
     def reserved(self, resident: Rows, step: Rows) -> Reserved:
-        """Return what is reserved with a step, by the best first segment that is found.
+        """Return what is reserved with a step, with the best initial segment found.
 
-        Resident buffers lie in one pool, the step in another that begins with that segment.
+        Resident buffers are in one pool, the step in another that begins with that segment.
         """
         base = CachingAllocator(self)
         for number, (_, _, size) in enumerate(resident):
             base.allocate(number, size)
         best = Reserved(self._steps(step, 0))
-        # A first segment that grows by itself needs no help; one that is not cut gives none.
+        # An expandable segment needs no initial one; one that is not split is of no use.
         if not self.expandable and self.max_split_bytes == UNLIMITED:
             large = most_together(row for row in step if self.rounded(row[2]) > SMALL)
             for hundredths in _MORE if large else ():
                 first = -(-large * (100 + hundredths) // 100 // ROUND_LARGE) * ROUND_LARGE
-                # The first segment alone would be as much as the best so far.
+                # The first segment alone would be as large as the best so far.
                 if first >= best.peak_bytes:
                     break
-                # What reserves more than the best so far is not followed to its end.
+                # The replay stops as soon as it reserves more than the best so far.
                 tried = Reserved(self._steps(step, first, best.peak_bytes), first)
-                best = min(best, tried, key=lambda one: one.peak_bytes)
+                best = min(best, tried, key=lambda reserved: reserved.peak_bytes)
         return Reserved(base.reserved_bytes + best.peak_bytes, best.pool_bytes)
 
     def most(self, budget_bytes: int) -> int:
-        """Return the most that can be reserved within a budget: segments are of any size."""
+        """Return the most that can be reserved within a budget: segments can have any size."""
         return budget_bytes
 
     def _steps(self, rows: Rows, first_bytes: int, most_bytes: float = math.inf) -> int:
@@ -301,7 +301,7 @@ class AllocatorSettings:
         return memory.peak_reserved_bytes
 
     def rounded(self, nbytes: int) -> int:
-        """Return the size of the block for a request of so many bytes."""
+        """Return the block size for a request of `nbytes`."""
         if self.divisions and nbytes > GRAIN:
             # The first interval ends at 1 MiB, which is 2**20.
             power = nbytes.bit_length() - 1
@@ -320,15 +320,15 @@ class AllocatorSettings:
         return -(-size // ROUND_LARGE) * ROUND_LARGE
 
     def cuts(self, size: int, left: int, *, small: bool) -> bool:
-        """Whether a block is cut for a request, so that `left` bytes stay free."""
+        """Whether a block is split for a request, so that `left` bytes stay free."""
         if small or self.expandable:
             return left >= GRAIN
-        # Large blocks serve requests above 1 MiB: a smaller rest could serve none.
+        # Large blocks serve requests above 1 MiB, so a smaller rest would be useless.
         return size < self.max_split_bytes and left > SMALL
 
 
 def _divisions(text: str) -> tuple[int, ...]:
-    """Return the divisions per interval: of `8`, or of `[256:1,512:2,>:8]` in MiB."""
+    """Return the divisions per interval from `8`, or from `[256:1,512:2,>:8]` in MiB."""
     if not text:
         return ()
     if not text.startswith("["):
@@ -347,9 +347,9 @@ def _divisions(text: str) -> tuple[int, ...]:
 
 
 class CachingAllocator(BlockAllocator):
-    """Reserves segments for blocks that come and go.
+    """Reserves segments for blocks that are allocated and freed.
 
-    settings : as the process has them; default: torch's defaults.
+    settings : of the process; default: torch's defaults.
 
     Examples
     --------
@@ -376,18 +376,18 @@ class CachingAllocator(BlockAllocator):
         self._hold(key, block)
 
     def _cached(self, size: int, small: bool) -> Block | None:
-        """Return the smallest free block that may be used, taken out of its pool."""
+        """Return the smallest free block that may be used, removed from its pool."""
         free, settings = self._free[small], self.settings
-        # The key of a size alone comes before all blocks of that size, whatever their address.
+        # The key with address -1 sorts before all blocks of that size.
         place = bisect_left(free, (size, -1))
         if place == len(free):
             return None
         if settings.expandable:
-            # The end of the segment counts as large as it can grow: others are used up before.
+            # The segment's end counts with the size it can grow to, so others are used first.
             while place + 1 < len(free) and self._room(free[place + 1]) < self._room(free[place]):
                 place += 1
         have, address = free[place]
-        # Large blocks are kept for large requests, and those take none that is much larger.
+        # Large blocks are reserved for large requests, and those take none that is much larger.
         if size < settings.max_split_bytes <= have:
             return None
         if size >= settings.max_split_bytes and have >= size + settings.non_split_bytes:
@@ -399,7 +399,7 @@ class CachingAllocator(BlockAllocator):
         return row[0] + (after.size if after is not None and after.state == "unmapped" else 0)
 
     def _reserved(self, size: int, small: bool) -> Block:
-        """Return a block in memory that is reserved for it."""
+        """Return a block in newly reserved memory."""
         if self.settings.expandable:
             return self._expanded(size, small)
         room = self.settings.segment(size)
@@ -410,7 +410,7 @@ class CachingAllocator(BlockAllocator):
     # Expandable segments.
 
     def _expanded(self, size: int, small: bool) -> Block:
-        """Return a block at the lowest address where memory can be put behind enough of it."""
+        """Return a block at the lowest address where enough memory can be mapped."""
         block = self._expandable(size, small)
         while block.state == "unmapped" or block.size < size:
             empty, missing = block, size
@@ -421,7 +421,7 @@ class CachingAllocator(BlockAllocator):
         return self._take(block)
 
     def _expandable(self, size: int, small: bool) -> Block:
-        """Return the first of neighbouring blocks that are free, or without memory, and enough."""
+        """Return the first of adjacent blocks, free or unmapped, that are large enough together."""
         for address in self._unmapped[small]:
             block = self._at[address]
             if block.before is not None and block.before.state == "free":
@@ -431,7 +431,7 @@ class CachingAllocator(BlockAllocator):
                 room, at = room + at.size, at.after  # type: ignore[assignment]
             if room >= size:
                 return block
-        # None: a segment of its own range of addresses, none of it with memory yet.
+        # If there is none: a new segment with its own address range, unmapped so far.
         granule = self._granule(small)
         address = -(-self._next_address // granule) * granule
         self._next_address = address + granule * _GRANULES
@@ -443,7 +443,7 @@ class CachingAllocator(BlockAllocator):
         return SMALL_SEGMENT if small else self.settings.large_segment_bytes
 
     def _map(self, block: Block, size: int) -> Block:
-        """Put memory behind the first bytes of a block, whole granules."""
+        """Map memory to the first bytes of a block, in whole granules."""
         granule = self._granule(block.small)
         size = -(-size // granule) * granule
         self._reserve(size)
@@ -451,7 +451,7 @@ class CachingAllocator(BlockAllocator):
         if left := block.size - size:
             block.size = size
             self._put(self._cut_off(block, left, "unmapped"))
-        # Its state first: `_joined` looks for neighbours of the same.
+        # Set its state first: `_joined` merges neighbours of the same state.
         block.state = "free"
         block = self._joined(block)
         self._put(block)

@@ -1,8 +1,8 @@
-"""Devices by name: speeds and bytes as their vendors state them, for those that are not here.
+"""Devices by name, with speeds and memory stated by their vendors, for planning without them.
 
-Nothing in this table was measured by this project. Arithmetic is dense, without sparsity, and a
-vendor's peak; `device` takes the shares of it that steps of training are expected to reach, which
-are assumptions as well (decision 64).
+Nothing in this table was measured by this project. FLOP/s are a vendor's dense peak, without
+sparsity; `device` applies the shares of it that training steps are expected to reach, which are
+assumptions as well (decision 64).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from ..graph.records import Device
 NOMINAL_BYTES_PER_S: Final = 2e12
 NOMINAL: Final = Device("nominal", 1e14, NOMINAL_BYTES_PER_S, 2.5e10, 2.5e10, 1e-5)
 
-# What a step reaches of the vendor's peak: matrix products, memory, the host link.
+# Shares of the vendor's peak that a step reaches: matrix products, memory, the host link.
 MATRIX_SHARE: Final = 0.6
 BYTES_SHARE: Final = 0.8
 LINK_SHARE: Final = 0.8
-# From one eager op to the next; a host's, not a device's.
+# Seconds from one eager op to the next; depends on the host, not on the device.
 LAUNCH_S: Final = 5e-6
 TRANSFER_LATENCY_S: Final = 1e-5
 _MIB = 1 << 20
-# What the driver's context and loaded kernels take: torch issues 28394 and 107667 say 300 MB and
-# more, by version; half a GiB leaves room for kernels loaded later.
+# Memory of the driver's context and loaded kernels: torch issues 28394 and 107667 report 300 MB
+# and more, depending on the version; half a GiB leaves room for kernels loaded later.
 CONTEXT_BYTES: Final = 512 * _MIB
 
 
@@ -39,17 +39,17 @@ class NamedDevice:
     name
         The name to pass, in lower case.
     capability
-        Compute capability of NVIDIA's as major * 10 + minor, which decides which kernels there are;
-        0 for others.
+        NVIDIA's compute capability as major * 10 + minor, which determines the available kernels; 0
+        for others.
     total_gib
-        As CUDA or HIP reports them, not as they are sold: the least that out-of-memory messages of
-        torch's users name ("GPU 0 has a total capacity of ..."). `nvidia-smi` names more: what the
-        driver keeps for itself is in its total.
+        As reported by CUDA or HIP, not as sold: the least stated in out-of-memory messages of
+        torch's users ("GPU 0 has a total capacity of ..."). `nvidia-smi` reports more: its total
+        includes what the driver keeps for itself.
     bytes_per_s
         Of the device's own memory, peak.
     flops_per_s
-        Peak by type of the operands, dense. `fp32` is without tensor cores, `tf32` with. A type
-        that is missing has no units of its own there.
+        Dense peak by dtype of the operands. `fp32` is without tensor cores, `tf32` with. A missing
+        dtype has no hardware support.
     link_bytes_per_s
         To the host, one direction, peak.
     workspace_bytes
@@ -70,19 +70,19 @@ class NamedDevice:
 
     @property
     def usable_bytes(self) -> int:
-        """What torch's allocator can reserve: all but the context."""
+        """What torch's allocator can reserve: everything except the context."""
         return self.total_bytes - CONTEXT_BYTES
 
     @property
     def kept_bytes(self) -> int:
-        """What cuBLAS keeps in training: a handle for the caller's thread, one for autograd's.
+        """Bytes kept by cuBLAS: one handle for the caller's thread, one for autograd's.
 
         An H200 kept 64 MiB, 32 each, in steps of ResNet-50 and GPT-2 (torch 2.11).
         """
         return 2 * self.workspace_bytes
 
     def device(self) -> Device:
-        """Return it as a graph has it: what is expected of peaks."""
+        """Return the `Device` of a graph: the expected shares of the peaks."""
         matrix = {dtype: peak * MATRIX_SHARE for dtype, peak in self.flops_per_s.items()}
         link = self.link_bytes_per_s * LINK_SHARE
         return Device(
@@ -106,12 +106,12 @@ _CUBLAS, _CUBLAS_HOPPER, _HIPBLAS = (2 * 4096 + 8 * 16) << 10, 32 * _MIB, 128 * 
 
 
 def _peaks(fp32: float, tf32: float = 0, half: float = 0, fp8: float = 0) -> dict[str, float]:
-    """Return peaks by type, of 10^12 operations a second; `half` of fp16 and bf16."""
+    """Return peaks by dtype, given in 10^12 operations per second; `half` for fp16 and bf16."""
     peaks = {"fp32": fp32, "tf32": tf32, "fp16": half, "bf16": half, "fp8": fp8}
     return {dtype: peak * 1e12 for dtype, peak in peaks.items() if peak}
 
 
-# Of H100, H200, B200 and L4 the datasheets state figures "with sparsity": half of them is dense.
+# The datasheets of H100, H200, B200 and L4 state figures "with sparsity": half of them is dense.
 _AMPERE, _HOPPER = _peaks(19.5, 156, 312), _peaks(67, 494.5, 989.5, 1979)
 DEVICES: Final = {device.name: device for device in (
     # V100 datasheet (January 2020), SXM2, which has no bf16.
@@ -146,9 +146,9 @@ _OTHER_NAMES: Final = {
 
 
 def named(name: str) -> NamedDevice:
-    """Return a device of the table by its name, whatever its case, spaces or underscores.
+    """Return a device of the table by its name, ignoring case, spaces and underscores.
 
-    Raises ValueError that lists the names, the nearest first, for one that is not there.
+    Raises ValueError with the known names, the most similar first, for an unknown one.
     """
     asked = "-".join(name.lower().replace("_", " ").split()).removeprefix("nvidia-")
     device = DEVICES.get(_OTHER_NAMES.get(asked, asked)) or DEVICES.get(asked.replace("-", ""))
@@ -157,7 +157,7 @@ def named(name: str) -> NamedDevice:
     near = difflib.get_close_matches(asked, [*DEVICES, *_OTHER_NAMES], n=1)
     hint = f" Did you mean {_OTHER_NAMES.get(near[0], near[0])!r}?" if near else ""
     if asked.partition(":")[0] in ("cuda", "gpu", "hip", "xpu", "mps"):
-        hint = " A GPU that is here is measured: leave device out, with the model on it."
+        hint = " A present GPU is measured: leave device out, with the model on it."
     raise ValueError(
         f"got device {name!r}, expected one of {', '.join(DEVICES)}, 'cpu', or an "
         f"sn_memory.Device.{hint}"
@@ -165,9 +165,9 @@ def named(name: str) -> NamedDevice:
 
 
 def speeds(device: Device | str | None) -> Device | None:
-    """Return the speeds a user asked for: those of a table, their own, or None to measure.
+    """Return the requested speeds: from the table, the user's own, or None to measure.
 
-    Raises ValueError for a name that is not in the table, TypeError for what is neither.
+    Raises ValueError for a name that is not in the table, TypeError for another type.
     """
     if device is None or isinstance(device, Device):
         return device
@@ -180,5 +180,5 @@ def speeds(device: Device | str | None) -> Device | None:
 
 
 def is_here(name: str) -> bool:
-    """Whether a name stands for the processor that runs this: it is measured."""
+    """Whether a name means the processor that runs this, which is measured."""
     return name.strip().lower() == "cpu"

@@ -1,16 +1,16 @@
-"""The schedule of a choice, and what moving storages to the host costs: two lanes besides the ops'.
+"""The schedule of a choice, and the cost of moving storages to the host on two transfer lanes.
 
-vDNN (Rhu et al., MICRO 2016) and SuperNeurons copy out as soon as a storage is made and fetch one
-layer ahead. Here each copy has a window: the device memory is given back when the copy out ends,
-and taken again as late as the copy back allows, both counted on the lanes they share, so that what
-fits in the time of the ops meanwhile costs nothing.
+vDNN (Rhu et al., MICRO 2016) and SuperNeurons copy out as soon as a storage is made and prefetch
+one layer ahead. Here each copy has a window: the device memory is freed when the copy out ends, and
+allocated again as late as the copy back allows, both timed on the shared lanes, so that copies that
+overlap with ops cost nothing.
 
-Where that is too little, ops wait for a copy: right after the use before it, until it is out, or
+If that frees too little, ops wait for a copy: right after the use before it, until it is out, or
 right before the use after it, until it is back. That frees the most memory and costs the most.
 
 The search plans with the smallest workspace of each op. SuperNeurons (Wang et al., PPoPP 2018,
-section 3.5) chooses the way to carry out a convolution at run time, by what happens to be free. A
-plan knows what is free at every op, so `equip` chooses once, as part of the prediction.
+section 3.5) chooses the algorithm of a convolution at run time, by the memory that happens to be
+free. A plan knows the free memory at each op, so `equip` chooses once, as part of the prediction.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..graph.liveness import Holes, most_together
 class HostCopy:
     """One stay on the host, in run numbers.
 
-    Copied out after `left`, its device memory given back after `freed`, taken again before
+    Copied out after `left`, its device memory freed after `freed`, allocated again before
     `fetched`.
     """
 
@@ -41,7 +41,7 @@ class HostCopy:
 
 @dataclass(frozen=True)
 class Schedule:
-    """A choice carried out on paper: what runs when, what is live, and what that takes.
+    """The result of simulating a choice: what runs when, what is live, and the cost.
 
     Parameters
     ----------
@@ -58,7 +58,7 @@ class Schedule:
     host_copies
         The stays on the host.
     ways
-        [runs] the way each op is carried out; empty: all by default.
+        [runs] the way each op runs; empty: all in the default way.
     """
 
     ops: list[int]
@@ -75,32 +75,32 @@ class Schedule:
 
     @cached_property
     def last_reruns(self) -> dict[int, int]:
-        """The last moment at which an op runs again, by op; those that run once are not there."""
+        """The last moment at which an op is rerun, by op; without ops that run once."""
         return {op: at for op, at in zip(self.ops, self.at, strict=True) if op != at}
 
 
-class Impossible(Exception):  # noqa: N818 - says what the choice is; caught by every caller
-    """A choice that cannot be carried out: a rebuild would need what cannot be made again."""
+class Impossible(Exception):  # noqa: N818 - describes the choice; caught by every caller
+    """An infeasible choice: a rebuild would need a storage that cannot be rebuilt."""
 
 
 def equip(holes: Holes, schedule: Schedule, budget_bytes: int) -> Schedule:
-    """Return a schedule with the fastest way that fits for each run, and what follows from it.
+    """Return a schedule with the fastest way that fits for each run, and its new costs.
 
-    A run for which nothing fits gets the way with the smallest workspace, and the schedule's peak
-    says so.
+    A run for which nothing fits gets the way with the smallest workspace, which the schedule's peak
+    includes.
     """
     spaces, seconds = holes.graph.arrays.workspace_bytes, holes.graph.arrays.seconds
     ways, total = [], 0.0
     live = schedule.live_bytes.copy()
     for run, op in enumerate(schedule.ops):
         way = 0
-        # Where there is one way it is in `live` already.
+        # A single way is already included in `live`.
         if len(spaces[op]) > 1:
             without = int(live[run]) - holes.workspace[op]
             room = budget_bytes - without
             fits = [index for index, space in enumerate(spaces[op]) if space <= room]
             least = min(range(len(spaces[op])), key=lambda index: spaces[op][index])
-            # Of equally fast ways the one with the smaller workspace.
+            # Of equally fast ways, the one with the smaller workspace.
             costs = list(zip(seconds[op], spaces[op], strict=True))
             way = min(fits, key=costs.__getitem__, default=least)
             live[run] = without + spaces[op][way]
@@ -116,15 +116,15 @@ BESIDE, OUT, BACK, BOTH = 0, 1, 2, 3
 def windows(
     holes: Holes, moved: Mapping[int, int], needed: Mapping[int, int] | None = None
 ) -> dict[int, tuple[int, int]]:
-    """Return for each hole the op after which memory is free and the op before which it is taken.
+    """Return per hole the op after which memory is freed and the op before which it is allocated.
 
-    Times are those of the ops run once each, and of the waits in `moved`; reruns only widen the
-    windows. Holes too short for both copies get the narrowest window, and the ops wait. Holes with
-    no op inside are left out.
+    Times are those of all ops run once, and of the waits in `moved`; reruns only widen the windows.
+    Holes too short for both copies get the narrowest window, and the ops wait. Holes with no op
+    inside are left out.
 
     holes : the holes of a graph
     moved : the holes that are spent on the host, each with the copies that ops wait for
-    needed : per hole that a rebuild needs back before it ends, the op by which that is
+    needed : per hole that a rebuild needs back before its end, the op by which it is needed
     """
     device = holes.graph.device
     if not device.can_offload:
@@ -137,7 +137,7 @@ def windows(
     }
     chosen = [hole for hole in ending if ending[hole] - holes.start[hole] > 1]
     out: dict[int, int] = {}
-    # When the lane is free; by how much the ops have been put off by waits.
+    # When the lane is free; by how much waits have delayed the ops.
     lane = late = 0.0
     for hole in sorted(chosen, key=lambda hole: (holes.start[hole], hole)):
         copy = device.to_host_s(holes.bytes[holes.storage[hole]])
@@ -147,13 +147,13 @@ def windows(
             out[hole] = holes.start[hole]
             late = lane - left
         else:
-            # The first op that ends when the copy has; `ends` count no waits, so less `late`.
+            # The first op that ends after the copy; `ends` exclude waits, so subtract `late`.
             place = bisect_left(ends, lane - late, lo=holes.start[hole])
-            # One op at least has to lie between giving the memory back and taking it again.
+            # At least one op has to lie between freeing the memory and allocating it again.
             out[hole] = min(place, ending[hole] - 2)
     result: dict[int, tuple[int, int]] = {}
-    # The same from the end backwards, so that each copy back is as late as those after it allow;
-    # by how much the ops before them have to be earlier.
+    # The same from the end, so that each copy back is as late as those after it allow; by how much
+    # the ops before them have to be earlier.
     lane, early = float("inf"), 0.0
     for hole in sorted(chosen, key=lambda hole: (-ending[hole], hole)):
         copy = device.to_device_s(holes.bytes[holes.storage[hole]])
@@ -187,7 +187,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
     ready: dict[int, float] = {}
     reads, options = holes.graph.arrays.reads, holes.graph.arrays.seconds
     for run, op in enumerate(schedule.ops):
-        # In the order of the actions: copies back, the run, copies out, and what is given back.
+        # In the order of the actions: copies back, the run, copies out, frees.
         for storage in fetch.get(run, ()):
             begin = max(up, copied[storage], clock)
             up = device.to_device_s(sizes[storage], begin)
@@ -195,7 +195,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
         if ready:
             for storage in reads[op]:
                 clock = max(clock, ready.get(storage, 0.0))
-        # Without ways each op runs as the holes are priced: see `lean` of `liveness.holes`.
+        # Without ways, each op runs as the holes are priced: see `lean` of `liveness.holes`.
         clock += options[op][schedule.ways[run]] if schedule.ways else holes.seconds[op]
         for storage in leave.get(run, ()):
             begin = max(down, clock, ready.pop(storage, 0.0))
@@ -207,7 +207,7 @@ def lane_seconds(holes: Holes, schedule: Schedule) -> float:
 
 
 def host_peak_bytes(holes: Holes, schedule: Schedule) -> int:
-    """Return the most bytes that a schedule has on the host at any one time."""
+    """Return the most bytes that a schedule has on the host at any time."""
     # A fetch before run n comes before a copy out after run n.
     copies = schedule.host_copies
     return most_together((copy.left, copy.fetched, holes.bytes[copy.storage]) for copy in copies)

@@ -1,13 +1,13 @@
-"""What both rims do with times of ops: each signature is measured once, and kept in a file.
+"""Cache of op times for both framework rims: each signature is measured once, and kept in a file.
 
-A signature says what the time of an op depends on; the rims write it, and what else it depends on:
-settings of the framework, its version, the device. The rest is here.
+A signature contains what the time of an op depends on; the rims define it, together with the other
+circumstances: settings of the framework, its version, the device. The rest is here.
 
-The file lies in the user's cache folder and may never stop a plan. The folder is shared: by
+The file is in the user's cache folder and must never prevent a plan. The folder is shared: by
 processes that measure at the same time, by versions of this package, by people who edit files. So
-whatever is wrong with it is logged once, in one line, and the times are measured anew or not kept;
-and a writer adds to what the file holds by then. No lock: of two that write at the same moment one
-may lose its times, and measures them again next time.
+any problem with it is logged once, in one line, and the times are measured again or not kept; and a
+writer merges with what the file contains by then. There is no lock: of two that write at the same
+moment, one may lose its times, and measures them again next time.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ..base.progress import report_progress, stage
 
 log = logging.getLogger(__name__)
 
-# Runs of an op that is timed; fewer once they have taken so many seconds.
+# Runs per timed op; fewer once they have taken this many seconds.
 _RUNS = 3
 _ENOUGH_S = 0.1
-# Of the time that planning has, what timing ops may take.
+# The share of the planning time that timing ops may take.
 _PART = 0.5
 
 K = TypeVar("K", bound=Hashable)
@@ -38,7 +38,7 @@ V = TypeVar("V")
 
 
 def cache_folder() -> Path | None:
-    """Return the folder of this package's files; None where the user has no home."""
+    """Return the folder of this package's files; None if the user has no home."""
     home = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(home) if home else Path.home() / ".cache") / "sn_memory"
@@ -47,7 +47,7 @@ def cache_folder() -> Path | None:
 
 
 def is_seconds(value: Any) -> bool:
-    """Say whether a value read from a file is an op's seconds: not negative, under 30 years."""
+    """Whether a value read from a file is an op's seconds: not negative, under 30 years."""
     return type(value) in (int, float) and 0 <= value < 1e9
 
 
@@ -55,7 +55,7 @@ class OpTimes:
     """The table of one device and framework, in a file.
 
     name : of the file, in `cache_folder`
-    valid : whether a value read is one; others count as not there
+    valid : whether a value read is valid; others are treated as missing
     settings : circumstances under which the same op takes another time, as text
     """
 
@@ -67,13 +67,13 @@ class OpTimes:
         self._known = set(self.table)
 
     def key(self, signature: str) -> str:
-        """Return what an op of this signature is found by under these settings."""
+        """Return the key of an op with this signature under these settings."""
         return hashlib.sha256(f"{signature} {self.settings}".encode()).hexdigest()[:24]
 
     def save(self, device: object) -> None:
-        """Write what was measured since the file was read.
+        """Write the times measured since the file was read.
 
-        What could not be timed is tried again next time: memory may have been short.
+        Ops that could not be timed are tried again next time: memory may have been short.
         """
         new = {
             key: seconds
@@ -85,7 +85,7 @@ class OpTimes:
             log.info("timed %d new op signatures on %s, kept in %s", len(new), device, self.path)
 
     def read(self) -> dict[str, Any]:
-        """Return what the file holds; empty where there is none, or none that can be read."""
+        """Return the contents of the file; empty if it is missing or cannot be read."""
         if self.path is None:
             return {}
         try:
@@ -94,7 +94,7 @@ class OpTimes:
                 raise TypeError(f"a {type(rows).__name__}")
         except (FileNotFoundError, NotADirectoryError):
             return {}
-        # JSON that is nested without end is a RecursionError.
+        # JSON that is nested too deeply is a RecursionError.
         except (OSError, ValueError, TypeError, RecursionError) as error:
             self._tell("is no table of times and is ignored", error)
             return {}
@@ -111,7 +111,7 @@ class OpTimes:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             text = json.dumps({**self.read(), **entries}, allow_nan=False)
-            # In one go: a reader must find a whole file.
+            # Atomically: a reader must find a complete file.
             part = self.path.with_suffix(f".{os.getpid()}.part")
             try:
                 part.write_text(text, encoding="utf-8")
@@ -128,9 +128,9 @@ class OpTimes:
 
 
 def quickest(work: Callable[[], object], clock: Callable[[], float]) -> float:
-    """Return the seconds of the quickest of a few runs, after one to warm up.
+    """Return the seconds of the fastest of a few runs, after one to warm up.
 
-    `work` returns when its result is there.
+    `work` returns when its result is available.
     """
     work()
     best, spent = float("inf"), 0.0
@@ -145,9 +145,9 @@ def quickest(work: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def while_time_lasts(works: Mapping[K, Callable[[], V]]) -> dict[K, V]:
-    """Carry out what times ops, each said as progress, for half the seconds planning has.
+    """Run functions that time ops, reporting progress, for half of the planning time.
 
-    Returns what was carried out. A warning says how many were not, so that a roofline stands in.
+    Returns their results. A warning says how many did not run and are estimated by a roofline.
     """
     values: dict[K, V] = {}
     with stage() as left_s:

@@ -1,1 +1,1 @@
-"""What a training step is: ops, storages, bytes and seconds, as records and as numbers."""
+"""The graph of a training step: ops, storages, bytes and seconds, as records and in arrays."""

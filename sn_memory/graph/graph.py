@@ -1,8 +1,8 @@
-"""The graph: records that make sense together, checked when made, and the same in numbers.
+"""The graph: consistent records, checked at construction, and the same data in arrays.
 
-Names are for people and files; every key of a file is described in `docs/graph_format.md`. Inside,
-ops and storages are numbered in the order given, and `Graph.arrays` holds what the algorithms need
-as NumPy arrays and plain lists of those numbers.
+Names are for people and files; every key of a file is described in `docs/graph_format.md`.
+Internally, ops and storages are numbered in their order, and `Graph.arrays` holds what the
+algorithms need as NumPy arrays and lists of those numbers.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from .records import (
 )
 
 FORMAT: Final = "sn_memory.graph.v1"
-# With no device given, flops are turned into seconds at this speed; only ratios mean anything.
+# Without a device, FLOPs are converted to seconds at this speed; only ratios are meaningful.
 NOMINAL_FLOPS_PER_S: Final = 1e12
-# What stands before the last slash where no module is named.
+# The part before the last slash of names without a module.
 _NONE: Final = ("", "forward", "backward")
 
 Ints = npt.NDArray[np.int64]
@@ -46,22 +46,22 @@ Floats = npt.NDArray[np.float64]
 
 
 def rounded(sizes: Ints, allocator: str) -> Ints:
-    """Return sizes as an allocator hands them out, in bytes [n] int64."""
+    """Return sizes rounded as by an allocator, in bytes [n] int64."""
     grain = ALLOCATORS[allocator]
     return (sizes + grain - 1) // grain * grain
 
 
 @dataclass(frozen=True)
 class Arrays:
-    """A graph in numbers: ops and storages by index. All sizes are rounded by the allocator.
+    """A graph in arrays: ops and storages by index. All sizes are rounded by the allocator.
 
     bytes : [storages] int64
     resident, keep, held : [storages] bool
-    producer : [storages] int64, the op that makes it; -1 where resident
-    reads : per op, the distinct storages that must be there: inputs and writes
+    producer : [storages] int64, the op that makes it; -1 if resident
+    reads : per op, the distinct storages that must be live: inputs and writes
     outputs, writes : per op, storage numbers
     version : per op, parallel to `reads`: how many in-place writes each has seen before this op
-    workspace_bytes, seconds : per op, one entry per way to carry it out (at least one)
+    workspace_bytes, seconds : per op, one entry per way to run it (at least one)
     source : per op: `measured`, `roofline` or `flops`
     """
 
@@ -80,12 +80,12 @@ class Arrays:
 
 
 def _op_seconds(device: Device, op: Op, traffic_bytes: int) -> tuple[tuple[float, ...], str]:
-    """Return the seconds of each way to carry an op out, and where they come from."""
+    """Return the seconds of each way to run an op, and their source."""
     source = "measured"
     if op.seconds is not None:
         own = op.seconds
     elif op.workspaces and all(way.seconds is not None for way in op.workspaces):
-        # Not read: each way has seconds of its own.
+        # Unused: each way has its own seconds.
         own = 0.0
     elif device.flops_per_s is not None and device.bytes_per_s is not None:
         moved = traffic_bytes if op.traffic_bytes is None else op.traffic_bytes
@@ -95,7 +95,7 @@ def _op_seconds(device: Device, op: Op, traffic_bytes: int) -> tuple[tuple[float
         source = "roofline"
     else:
         speed = device.flops_per_s or NOMINAL_FLOPS_PER_S
-        # An op without flops still costs something, or it would be rebuilt for nothing.
+        # An op without FLOPs must cost something, or rebuilding it would be free.
         own, source = max(op.flops, 1.0) / speed, "flops"
     ways = tuple(own if way.seconds is None else way.seconds for way in op.workspaces)
     return ways or (own,), source
@@ -108,7 +108,7 @@ class Graph:
     Parameters
     ----------
     storages, ops
-        Records; the order of the ops is the execution order that is known to work.
+        Records; the order of the ops is a valid execution order.
     name
         For reports.
     device
@@ -116,13 +116,13 @@ class Graph:
     allocator
         How sizes are rounded: `none`, `torch` to 512 bytes, `tensorflow` to 256.
     unplanned_peak_bytes
-        The peak of the step that the graph was made from, as it runs without a plan, where that is
-        larger than the graph's; percent of a budget are of it. None is the graph's own peak.
+        The peak of the original step without a plan, if that is larger than the graph's own peak;
+        percentages of a budget refer to it. None means the graph's own peak.
 
     Raises
     ------
     GraphError
-        Naming the op or storage and what is wrong with it.
+        Names the op or storage and the problem.
 
     Examples
     --------
@@ -145,12 +145,12 @@ class Graph:
     def __post_init__(self) -> None:
         # A frozen dataclass refuses `self.ops = ...` here as well.
         vars(self).update(storages=tuple(self.storages), ops=tuple(self.ops))
-        # Made now, not at first use: a graph that exists is a graph that makes sense.
+        # Computed now, not at first use, so that every existing graph has been checked.
         _ = self.arrays
 
     @cached_property
     def arrays(self) -> Arrays:
-        """The graph in numbers."""
+        """The graph in arrays."""
         return _numbered(self)
 
     @cached_property
@@ -165,19 +165,19 @@ class Graph:
 
     @cached_property
     def base_bytes(self) -> int:
-        """Bytes of all resident storages: there whatever the plan."""
+        """Bytes of all resident storages, which are live under any plan."""
         return int(self.arrays.bytes[self.arrays.resident].sum())
 
     @cached_property
     def seconds_sources(self) -> dict[str, int]:
-        """How many ops have their seconds from where: measured, roofline or flops."""
+        """Number of ops by the source of their seconds: measured, roofline or flops."""
         return dict(Counter(self.arrays.source))
 
     @staticmethod
     def from_json(source: str | os.PathLike[str]) -> Graph:
         """Read a graph from a path, or from JSON text (anything that starts with a brace).
 
-        Raises GraphError with the line (not JSON) or the key (JSON that makes no sense).
+        Raises GraphError with the line (if not JSON) or the key (if invalid).
         """
         row = Fields(load(source, GraphError, "graph"), "graph", GraphError)
         if (version := row.text("format")) != FORMAT:
@@ -195,7 +195,7 @@ class Graph:
         return graph
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the graph as JSON text, one record a line; also write it to `path` if given."""
+        """Return the graph as JSON text, one record per line; also write it to `path` if given."""
         head: dict[str, Any] = {
             "format": FORMAT,
             "name": self.name,
@@ -214,7 +214,7 @@ def _records(kind: type[T], row: Fields, key: str) -> list[T]:
 
 
 def _numbered(graph: Graph) -> Arrays:
-    """Check a graph and return it in numbers; raises GraphError naming the record."""
+    """Check a graph and return its arrays; raise GraphError naming the record."""
     _check_records(graph)
     index, storages = graph.storage_index, graph.storages
     count = len(storages)
@@ -244,7 +244,7 @@ def _numbered(graph: Graph) -> Arrays:
                     "op first, or give it a resident role."
                 )
         reads.append(needed)
-        # Before its own writes are counted: an op reads the version that it then replaces.
+        # Before its own writes are counted: an op reads the version that it replaces.
         version.append(tuple(written[number] for number in needed))
         for number in created:
             name, role = storages[number].name, storages[number].role
@@ -262,13 +262,13 @@ def _numbered(graph: Graph) -> Arrays:
             if number in needed:
                 raise GraphError(f"{where}: {name!r} is both read and made; use writes.")
             producer[number] = at
-        # All that the op names has been checked; from here on later ops see what it did.
+        # Everything the op names is checked; later ops see its writes.
         for number in changed:
             written[number] += 1
         outputs.append(created)
         writes.append(changed)
         spaces.append([way.bytes for way in op.workspaces] or [0])
-        # Bytes as they are, not as the allocator rounds them: padding is not moved.
+        # Unrounded bytes: the allocator's padding is not moved.
         traffic = sum(storages[number].bytes for number in (*needed, *created))
         ways, origin = _op_seconds(graph.device, op, traffic)
         seconds.append(ways)
@@ -279,7 +279,7 @@ def _numbered(graph: Graph) -> Arrays:
                 f"storages[{at}] ({record.name}): no op makes it. Give it a resident role "
                 f"({', '.join(RESIDENT_ROLES)}), or remove it."
             )
-    # All ways of all ops in one call of NumPy; `sizes` below hands them out again.
+    # All ways of all ops in one NumPy call; `sizes` below splits them again.
     flat = rounded(np.array([size for ways in spaces for size in ways], np.int64), graph.allocator)
     held = rounded(np.array([storage.bytes for storage in storages], np.int64), graph.allocator)
     _check_sums(graph, held.tolist(), flat.tolist(), map(max, seconds))
@@ -301,7 +301,7 @@ def _numbered(graph: Graph) -> Arrays:
 
 
 def _check_records(graph: Graph) -> None:
-    """Raise GraphError for what makes no sense before the ops are walked through."""
+    """Raise GraphError for records that are invalid by themselves."""
     known = f"one of {', '.join(ALLOCATORS)}"
     require(graph.allocator in ALLOCATORS, "graph.allocator", graph.allocator, known)
     check_device(graph.device)
@@ -316,9 +316,9 @@ def _check_records(graph: Graph) -> None:
 def _check_sums(
     graph: Graph, sizes: Iterable[int], spaces: Iterable[int], seconds: Iterable[float]
 ) -> None:
-    """Raise GraphError for sizes or seconds that are too large together.
+    """Raise GraphError for sizes or seconds whose sums are too large.
 
-    sizes, spaces : of storages and workspaces, as the allocator rounds them
+    sizes, spaces : of storages and workspaces, rounded by the allocator
     seconds : of the slowest way of each op
     """
     held = sum(sizes)
@@ -329,11 +329,11 @@ def _check_sums(
             "expected less than 2**62. Look for sizes in a wrong unit."
         )
     device, count = graph.device, len(graph.storages)
-    # At most each storage goes out and comes back.
+    # At most, each storage is copied out and back.
     time = sum(seconds) + 2 * count * device.transfer_latency_s
     for speed in (device.to_host_bytes_per_s, device.to_device_bytes_per_s):
         time += held / speed if speed is not None else 0.0
-    # `not <=` and not `>`, which lets NaN pass.
+    # `not <=` instead of `>`, which would let NaN pass.
     if not time <= LONGEST_S:
         raise GraphError(
             f"graph: all ops and transfers together take {time!r} s, expected 2**62 at most. Look "
@@ -342,11 +342,11 @@ def _check_sums(
 
 
 def module_of(graph: Graph, op: str) -> str:
-    """Return the path of the module that an op, by name, belongs to; empty where nothing tells.
+    """Return the path of the module that an op, by name, belongs to; empty if unknown.
 
-    Ops of the forward pass have it in their names (`layer1.0.conv1/convolution#3`), as TensorFlow's
-    gradients have. An op of torch's backward pass belongs to the module whose parameter it reads,
-    or else to the one whose forward op made the latest of what it reads.
+    Forward ops have it in their names (`layer1.0.conv1/convolution#3`), as have TensorFlow's
+    gradients. An op of torch's backward pass belongs to the module whose parameter it reads, or
+    else to the one whose forward op made the latest of its inputs.
     """
     if op not in graph.op_index:
         return ""

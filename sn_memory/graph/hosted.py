@@ -1,32 +1,32 @@
-"""A step that ends with its update, and of which parameters and optimizer state lie on the host.
+"""Graphs of steps with updates, and with parameters or optimizer state on the host.
 
-Each parameter is updated as soon as its gradient is complete and no later op reads it. What lies on
-the host is written as ordinary storages and ops, so that lifetimes, peaks and rebuilds of it are
-nothing new to anyone. For a parameter `p` there is `update p`, and where it lies on the host
+Each parameter is updated as soon as its gradient is complete and no later op reads it. State on the
+host is represented by ordinary storages and ops, so that lifetimes, peaks and rebuilds need no
+special treatment. A parameter `p` has the op `update p`, and if it is on the host
 
-    fetch p            before its first use: makes `p`, which is resident no more
+    fetch p            before its first use: makes `p`, which is no longer resident
     fetch state of p   before the update: makes `p (state)`
     store p            after it: writes both back
 
-That is with the updater `device`. With `host` the host's processor updates, so the gradient goes
-there and no state comes here; a parameter that stays on the device is copied to it anew:
+This is with the updater `device`. With `host`, the host's processor updates: the gradient is copied
+there and no state comes back; a parameter that stays on the device is copied to it again:
 
     store gradient of p    when the gradient is complete
-    host update p          beside the ops
-    bring updated p        at the end, where `p` itself is on the device
+    host update p          parallel to the ops
+    bring updated p        at the end, if `p` itself is on the device
 
-With `in place` device and host are one processor, which updates `p` and its state where they rest,
-in one op `update p`, and nothing is copied.
+With `in place`, device and host are the same processor, which updates `p` and its state where they
+are stored, in one op `update p`, and nothing is copied.
 
-Or all updates come when all gradients are there, as where they are clipped by their norm: then what
-is on the host has its gradient there as well, and in place of the update there is
+Alternatively, all updates come after all gradients, e.g. for clipping by the norm: then parameters
+on the host have their gradients there as well, and instead of the update there is
 
     store gradient of p    after the last op that makes or reads it
 
-To fetch again is to run `fetch p` again: a parameter that is dropped between the forward and the
-backward pass is a rebuild like any other, at the seconds of its copy. `p (host)`, a storage of no
-bytes that `update p` changes, is read by `fetch p` and by all that reads `p`: after the update both
-what is fetched and what is on the device is another value, with which nothing may run again.
+Fetching again means rerunning `fetch p`: a parameter that is dropped between the forward and the
+backward pass is a rebuild like any other, at the seconds of its copy. `p (host)`, a storage of zero
+bytes that `update p` changes, is read by `fetch p` and by all readers of `p`: after the update, the
+values on the host and on the device have changed, so none of these ops may be rerun.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ UPDATERS: Final = ("device", "host", "in place")
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """A parameter and what belongs to it: what is decided about as a whole.
+    """A parameter with its gradient and state, placed as a unit.
 
     parameter : the name of its storage, a resident one
-    gradient : the name of the storage of its gradient; None for one that is not trained
-    state_bytes : what the optimizer keeps for it
-    scratch_bytes : what its update holds in addition to parameter, gradient and state
+    gradient : the name of the storage of its gradient; None if it is not trained
+    state_bytes : of its optimizer state
+    scratch_bytes : that its update holds in addition to parameter, gradient and state
     update_s : seconds of the update by the device
-    host_update_s : seconds of the update where it is not the device's: `host`, or `in place`
-    counts_bytes : what the optimizer keeps for it that never moves, as its count of steps
-    movable : whether it may lie on the host
-    used_up : whether the gradient may go once it has been used; one that the caller holds may not
+    host_update_s : seconds of the update by `host`, or `in place`
+    counts_bytes : of optimizer state that never moves, such as the step count
+    movable : whether it may be on the host
+    used_up : whether the gradient may be freed after its use; not if the caller holds it
     """
 
     parameter: str
@@ -82,9 +82,9 @@ class Unit:
 
 
 def scratch_bytes(unit: Unit, by: str) -> int:
-    """Return what the device holds for an update in addition to what it works on.
+    """Return the device's scratch bytes of an update, besides its operands.
 
-    In place, with room for the state, which the first step makes there before it goes to its rest.
+    In place this includes the state, which the first step creates before it moves to its place.
     """
     if by == "host":
         return 0
@@ -104,19 +104,19 @@ def with_state(
     update: str = "backward",
     updaters: Mapping[str, str] | None = None,
 ) -> Graph:
-    """Return the graph of a step with its updates, and with this state on the host.
+    """Return the graph of a step with its updates, and with some state on the host.
 
     graph : forward and backward pass; parameters are resident, gradients are kept.
-    units : what is updated, and what may lie on the host
+    units : what is updated, and what may be on the host
     places : per parameter: `device` (default), `state` (its optimizer state is on the host), or
-        `host` (the parameter as well). Speeds of the way are those of the graph's device.
+        `host` (the parameter as well). Transfer speeds are those of the graph's device.
     update : `backward`: each parameter is updated when its gradient is complete. `step`: after the
-        step, which the graph then says nothing of; see `step_peak` in `plan/state.py`.
-    updaters : per parameter of which something lies on the host, who updates it: `device`
-        (default), `host` or `in place`.
+        step, which the graph then does not contain; see `step_peak` in `plan/state.py`.
+    updaters : per parameter with something on the host, what updates it: `device` (default),
+        `host` or `in place`.
 
-    Raises GraphError for a unit that the graph does not know, an unknown place or updater, or a
-    device without speeds.
+    Raises GraphError for a unit that is not in the graph, an unknown place or updater, or a device
+    without transfer speeds.
     """
     added = _AddedOps(graph, units, places, update, updaters or {})
     ops: list[Op] = []
@@ -131,11 +131,11 @@ def with_state(
 
 
 class _AddedOps:
-    """What copies and updates add to a graph.
+    """The ops of copies and updates to add to a graph.
 
-    before, after : ops to add, by the number of the op that they go next to
-    brought : ops at the end, when all updates have been made: earlier on the lane they would wait
-        for the host, and keep fetches waiting
+    before, after : ops to add, by the number of the op that they are next to
+    brought : ops at the end, after all updates: earlier on the lane they would wait for the host,
+        and delay fetches
     uses : per storage that an op reads or makes, the first op that does, and the last
     """
 
@@ -182,14 +182,14 @@ class _AddedOps:
                     raise GraphError("the graph's device states no transfer speeds.")
 
     def add(self, unit: Unit) -> None:
-        """Note the ops of one parameter, and where they go."""
+        """Record the ops of one parameter, and their places."""
         number = self.graph.storage_index
         name, place, home = unit.parameter, self.place[unit.parameter], unit.parameter + HOME
         first, last = self.uses.get(number[name], (-1, -1))
         size = self.graph.storages[number[name]].bytes
         if place == "host" and first >= 0:
             fetch = self.copy("fetch", FETCH + name, size, (home,), (name,))
-            # It belongs to the pass of the op that it serves; `copy` says backward.
+            # It belongs to the phase of the op that it serves; `copy` sets backward.
             fetch = replace(fetch, phase=self.graph.ops[first].phase)
             self.before.setdefault(first, []).append(fetch)
         if unit.gradient is None:
@@ -216,7 +216,7 @@ class _AddedOps:
         if place != "device" and unit.state_bytes and by == "device":
             state = (name + STATE,)
             ops.append(self.copy("fetch", FETCH_STATE + name, unit.state_bytes, (home,), state))
-        # What is updated where it rests is not on the device.
+        # What is updated in place on the host is not on the device.
         here = () if by == "in place" and place == "host" else (name,)
         scratch = scratch_bytes(unit, by)
         # `once`: run twice it would update twice.
@@ -235,7 +235,7 @@ class _AddedOps:
         assert unit.gradient is not None
         moved = self.graph.storages[self.graph.storage_index[unit.gradient]].bytes
         store = self.copy("store", STORE_GRADIENT + name, moved, (unit.gradient,))
-        # What is on the host waits for it, as the host does for the gradient.
+        # Memory on the host waits for the update, as the update waits for the gradient.
         return [
             replace(store, writes=(home,), effect=False, once=True),
             Op(HOST_UPDATE + name, (home,), (), (home,), kind="host update", phase="backward",
@@ -245,13 +245,13 @@ class _AddedOps:
     def copy(
         self, kind: str, name: str, size: int, reads: tuple[str, ...], outputs: tuple[str, ...] = ()
     ) -> Op:
-        """Return the op that moves so many bytes: `store` to the host, others from there."""
+        """Return the op that copies `size` bytes: `store` to the host, others from there."""
         device, out = self.graph.device, kind == "store"
         seconds = device.to_host_s(size) if out else device.to_device_s(size)
         return Op(name, reads, outputs, kind=kind, phase="backward", seconds=seconds, effect=out)
 
     def storages(self) -> list[Storage]:
-        """Return the storages: those of the graph, by where they lie now, and the new ones."""
+        """Return the storages: those of the graph with their new places, and the added ones."""
         used_up = {
             unit.gradient
             for unit in self.units
@@ -259,13 +259,13 @@ class _AddedOps:
         }
         records: list[Storage] = []
         for number, storage in enumerate(self.graph.storages):
-            # An activation now: an op makes it, so it may be dropped and fetched again.
+            # Now an activation: an op makes it, so it may be dropped and fetched again.
             if self.place.get(storage.name) == "host":
-                # One that no op reads stays where it is.
+                # A parameter that no op reads is never fetched.
                 used = number in self.uses
                 storage = replace(storage, role="activation") if used else replace(storage, bytes=0)
             elif storage.name in used_up:
-                # The update uses it up; a gradient that no update takes is handed over at the end.
+                # The update consumes it; a gradient without an update is kept to the end.
                 storage = replace(storage, keep=False)
             records.append(storage)
         resident = 0
@@ -275,7 +275,7 @@ class _AddedOps:
             if place == "device":
                 resident += unit.state_bytes
                 continue
-            # No bytes: the device holds none of it, and ops are put in order by its versions.
+            # Zero bytes: the device holds none of it; its versions order the ops.
             records.append(Storage(unit.parameter + HOME, 0, "state"))
             brought = self.inside and self.by[unit.parameter] == "device"
             if unit.gradient is not None and unit.state_bytes and brought:

@@ -1,9 +1,9 @@
-"""Lifetimes in a graph's own order, its live bytes and true peak, and the holes between uses.
+"""Lifetimes in a graph's own order, live bytes and true peak, and the holes between uses.
 
-A storage lives from the op that makes it to its last use, half-open `[start, end)` in op numbers.
-During an op its inputs, its outputs and its workspace are all there: outputs are allocated before
-inputs are freed. SuperNeurons (Wang et al., PPoPP 2018, section 3.2) compares every op with every
-later one, O(N^2); one pass that remembers the last use gives the same answer.
+A storage is live from the op that makes it to its last use, half-open `[start, end)` in op numbers.
+During an op its inputs, outputs and workspace are all live: outputs are allocated before inputs are
+freed. SuperNeurons (Wang et al., PPoPP 2018, section 3.2) compares every op with every later one,
+O(N^2); a single pass that records the last use gives the same result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .graph import Graph, Ints
 
 @dataclass(frozen=True)
 class Lifetimes:
-    """When each storage lives: [storages] int64 each, half-open, in op numbers.
+    """When each storage is live: [storages] int64 each, half-open, in op numbers.
 
     Resident and kept storages end at the number of ops; resident ones start at 0.
     """
@@ -32,7 +32,7 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Peak:
-    """The largest number of live bytes, the op where it is reached, and what is live there.
+    """The most live bytes, the op where they are reached, and the storages live there.
 
     `owners` are (storage name or `workspace`, bytes), largest first; resident storages are one
     entry, `resident`. Their bytes sum to `bytes`.
@@ -44,10 +44,10 @@ class Peak:
 
 
 def unplanned_bytes(graph: Graph) -> int:
-    """Return the peak of the step without a plan: what percent of a budget are of.
+    """Return the peak of the step without a plan, to which percentages of a budget refer.
 
-    The graph's own may be larger, by the random states that are kept for reruns: then it is taken,
-    so that with 100 % nothing has to run again.
+    The graph's own peak may be larger, by the random states kept for reruns; then it is used, so
+    that with 100 % nothing has to be recomputed.
     """
     own = peak(graph).bytes
     return own if graph.unplanned_peak_bytes is None else max(own, graph.unplanned_peak_bytes)
@@ -56,7 +56,7 @@ def unplanned_bytes(graph: Graph) -> int:
 def lifetimes(graph: Graph) -> Lifetimes:
     """Return the lifetimes in the graph's own order, in time linear in its size."""
     arrays = graph.arrays
-    # What no op reads still lives while its own op runs.
+    # A storage that no op reads is still live while its own op runs.
     end = arrays.producer + 1
     for at, reads in enumerate(arrays.reads):
         for storage in reads:
@@ -70,7 +70,7 @@ def live_bytes(graph: Graph, spans: Lifetimes | None = None) -> Ints:
     arrays = graph.arrays
     spans = spans or lifetimes(graph)
     change = np.zeros(len(graph.ops) + 1, np.int64)
-    # Not `change[...] +=`, which counts one of several storages that start at the same op.
+    # Not `change[...] +=`, which counts only one of several storages that start at the same op.
     np.add.at(change, spans.start, arrays.bytes)
     np.subtract.at(change, spans.end, arrays.bytes)
     space = np.array([ways[0] for ways in arrays.workspace_bytes], np.int64)
@@ -78,9 +78,9 @@ def live_bytes(graph: Graph, spans: Lifetimes | None = None) -> Ints:
 
 
 def most_together(rows: Iterable[tuple[int, int, int]]) -> int:
-    """Return the largest sum of sizes that are there together, of rows (lower, upper, size).
+    """Return the largest sum of simultaneously live sizes, of rows (lower, upper, size).
 
-    What ends at a time is gone for what begins then.
+    Rows that end at a time do not overlap with those that begin then.
     """
     # Sums per time, so that frees and allocations of one time cancel before the maximum is taken.
     change: dict[int, int] = {}
@@ -129,27 +129,27 @@ KEEP: Final = -1
 
 @dataclass(frozen=True)
 class Holes:
-    """The holes of a graph and what may be done in them. Built once per graph by `holes`.
+    """The holes of a graph, and what is possible in them. Built once per graph by `holes`.
 
-    A storage that is used at ops 3, 4 and 90 need not be there between 4 and 90. Each such *hole*
-    is one decision, so a storage with a skip connection in the forward pass and a use in the
-    backward pass is two. Hole k of a storage follows its k-th use (use 0 makes it); the last hole
-    follows its last use and matters only to rebuilds that start from it.
+    A storage that is used at ops 3, 4 and 90 need not be live between 4 and 90. Each such *hole* is
+    one decision, so a storage with a skip connection in the forward pass and a use in the backward
+    pass has two. Hole k of a storage follows its k-th use (use 0 makes it); the last hole follows
+    its last use and matters only to rebuilds that read the storage.
 
     graph : the graph
-    first : per storage, the number of its hole 0; its holes are numbered in a row from there. One
-        more entry at the end: the number of holes.
+    first : per storage, the number of its hole 0; its holes are numbered consecutively. One more
+        entry at the end: the number of holes.
     storage, start, end : per hole: its storage, the op before it and the op after it (the number of
         ops for the last).
     rebuildable : per storage: its maker and writers may run twice, so it can be rebuilt.
     chain : per storage: its maker and then its writers, by op number; empty for resident ones.
-    expires : per op: it cannot run again once this op has run, because that one changes an input of
-        it.
+    expires : per op: the op after which it cannot be rerun, because that op changes one of its
+        inputs.
     bytes, seconds, workspace : per storage; per op, in the way it is priced; likewise.
     held : per storage: the caller holds it too, so moving it to the host would free nothing.
-    stays : per hole: it is the last one of a storage that must be there at the end.
-    touched : per op, what it reads and makes that is not resident
-    memo : what others derive from these holes once, by name, as the tables of the extension
+    stays : per hole: it is the last one of a storage that must be live at the end.
+    touched : per op, its inputs and outputs that are not resident
+    memo : data derived from these holes once, by name, such as the tables of the extension
     """
 
     graph: Graph
@@ -179,8 +179,8 @@ class Holes:
     def natural(self) -> list[int]:
         """The choice that rebuilds nothing.
 
-        Last holes drop what could be rebuilt, so that a storage is not held, after its last use,
-        for the sake of rebuilds.
+        Last holes drop what could be rebuilt, so that no storage is held after its last use for the
+        sake of rebuilds.
         """
         last = {first - 1 for first in self.first}
         return [
@@ -189,7 +189,7 @@ class Holes:
         ]
 
     def is_free(self, hole: int) -> bool:
-        """Whether a hole is between two uses, and long and large enough to be worth anything."""
+        """Whether a hole is between two uses, and long and large enough to be useful."""
         storage = self.storage[hole]
         inner = hole + 1 < self.first[storage + 1]
         return inner and self.end[hole] - self.start[hole] > 1 and self.bytes[storage] > 0
@@ -202,8 +202,8 @@ class Holes:
 def holes(graph: Graph, *, lean: bool = False) -> Holes:
     """List the holes of a graph.
 
-    Ops are priced in their default way; with `lean`, at the smallest workspace and the fewest
-    seconds of all their ways, for searches that choose the ways afterwards (`schedule.equip`).
+    Ops are priced in their default way; with `lean`, with the smallest workspace and the fewest
+    seconds of all their ways, for searches that choose the ways afterwards (`equip`).
     """
     arrays = graph.arrays
     count = len(graph.storages)
@@ -212,7 +212,7 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
     resident, kept = arrays.resident.tolist(), arrays.keep.tolist()
     touched = []
     for at, (reads, outputs) in enumerate(zip(arrays.reads, arrays.outputs, strict=True)):
-        # What is resident never leaves, so it has no holes.
+        # Resident storages never leave, so they have no holes.
         mine = tuple(storage for storage in (*reads, *outputs) if not resident[storage])
         touched.append(mine)
         for storage in mine:
@@ -222,7 +222,7 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
                 chain[storage].append(at)
     first, storages, start, end = [0], [], [], []
     total = len(graph.ops)
-    # Holes of one storage are numbered in a row, as `first` promises.
+    # Number the holes of a storage consecutively, as `first` requires.
     for storage, places in enumerate(uses):
         storages += [storage] * len(places)
         start += places
@@ -253,7 +253,7 @@ def holes(graph: Graph, *, lean: bool = False) -> Holes:
 
 
 def _repeatable(graph: Graph, storage: int, chain: tuple[int, ...]) -> bool:
-    """Whether maker and writers may run twice and change nothing else in place."""
+    """Whether maker and writers may run twice, and change nothing else in place."""
     return all(
         graph.ops[op].repeatable and set(graph.arrays.writes[op]) <= {storage} for op in chain
     )
@@ -264,10 +264,10 @@ def _expiries(graph: Graph) -> list[float]:
     arrays = graph.arrays
     next_write: dict[int, int] = {}
     expires = [math.inf] * len(graph.ops)
-    # From the back, so that the next write is known when its readers are met.
+    # From the back, so that the next write is known at its readers.
     for op in range(len(graph.ops) - 1, -1, -1):
         for storage in arrays.reads[op]:
-            # A writer in the chain of a storage runs again together with the whole chain.
+            # A writer in the chain of a storage is rerun together with the whole chain.
             if storage in next_write and storage not in arrays.writes[op]:
                 expires[op] = min(expires[op], next_write[storage])
         for storage in arrays.writes[op]:

@@ -1,9 +1,8 @@
-"""The records a graph is made of: ops in execution order and the storages they read and write.
+"""The records of a graph: ops in execution order, and the storages they read and write.
 
-Planning on tensors counts a view twice and misses in-place writes. Here the unit is the *storage*:
-one block of memory, under one name, however many views there are of it. The
-words and the exact meaning of each field are in `docs/graph_format.md`; `sn_memory/check.py`
-is their executable form.
+Planning by tensors counts views twice and misses in-place writes. Here the unit is the *storage*:
+one block of memory with one name, however many views it has. `docs/graph_format.md` defines each
+field exactly; `sn_memory/check.py` is its executable form.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..base.sizes import Fields, is_amount, is_count
 
 PHASES: Final = ("forward", "backward", "update")
 ROLES: Final = ("parameter", "input", "state", "constant", "activation", "gradient")
-# What sizes are multiples of: the smallest blocks of torch's caching allocator and of TensorFlow's.
+# Granularity of sizes: the smallest blocks of torch's caching allocator and of TensorFlow's.
 ALLOCATORS: Final = {"none": 1, "torch": 512, "tensorflow": 256}
 RESIDENT_ROLES: Final = ("parameter", "input", "state", "constant")
 _COUNT: Final = "a whole number from 0 to 2**62"
@@ -34,12 +33,12 @@ class Storage:
     bytes
         Its size before the allocator rounds it; 0 or more.
     role
-        `parameter`, `input`, `state` and `constant` are resident: there before the first op and
+        `parameter`, `input`, `state` and `constant` are resident: live before the first op and
         after the last. `activation` and `gradient` are made by exactly one op.
     keep
         It must be on the device, in its last version, when the last op has run.
     held
-        The caller holds it too (an output, the gradient of one): moving it to the host would free
+        The caller holds it too (an output, or its gradient), so moving it to the host would free
         nothing.
     """
 
@@ -56,7 +55,7 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """One way to carry an op out: scratch bytes held while it runs, and its seconds then.
+    """One way to run an op: scratch bytes held while it runs, and its seconds.
 
     `seconds=None` takes the op's own seconds.
     """
@@ -81,17 +80,18 @@ class Op:
     phase
         `forward`, `backward` or `update`.
     seconds, flops, traffic_bytes
-        Measured time; else arithmetic and bytes read and written (default: all storages named).
+        Measured time; else FLOPs, and bytes read and written (default: all storages named).
     random, replayable
-        It draws random numbers; it draws the same ones when run again.
+        It draws random numbers; a rerun draws the same ones.
     effect, collective
-        It changes something outside the graph; it meets other ranks. Neither runs twice.
+        It changes something outside the graph; it communicates with other ranks. Neither may run
+        twice.
     fixed, once
         It may not move past any other op; it may not run twice.
     dtype
-        What its arithmetic is done in, as `bf16`: which of the device's speeds holds.
+        The dtype of its arithmetic, e.g. `bf16`: selects the device's speed.
     workspaces
-        Ways to carry it out; the first is the default. None: no scratch memory.
+        Ways to run it; the first is the default. Empty: no scratch memory.
     """
 
     name: str
@@ -114,12 +114,12 @@ class Op:
 
     @property
     def ordered(self) -> bool:
-        """Whether it keeps its place among all ops of which this is true."""
+        """Whether it keeps its order relative to all other ordered ops."""
         return self.effect or self.collective or self.fixed or (self.random and not self.replayable)
 
     @property
     def repeatable(self) -> bool:
-        """Whether its flags let it run twice; in-place writes are judged by versions instead."""
+        """Whether its flags allow it to run twice; versions decide about in-place writes."""
         return not (
             self.effect or self.collective or self.once or (self.random and not self.replayable)
         )
@@ -127,18 +127,18 @@ class Op:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """Speeds of the machine. Unknown ones are None: then what needs them is not offered.
+    """Speeds of the machine. Unknown ones are None, and disable what needs them.
 
     Parameters
     ----------
     flops_per_s, bytes_per_s
-        Arithmetic and memory bandwidth, for the roofline of ops that were not measured.
+        Peak FLOP/s and memory bandwidth, for the roofline of ops that were not measured.
     launch_s
-        The least seconds of such an op, whatever it does.
+        The minimum seconds of such an op.
     flops_per_s_by_dtype
-        Pairs of a dtype, as ops state it, and the arithmetic in it; `flops_per_s` for others.
+        Pairs of a dtype, as in `Op.dtype`, and its FLOP/s; `flops_per_s` for others.
     to_host_bytes_per_s, to_device_bytes_per_s, transfer_latency_s
-        The two transfer lanes; each moves one storage at a time, beside the ops.
+        The two transfer lanes; each copies one storage at a time, parallel to the ops.
     pinned_bytes
         Host memory that offloaded storages may fill at any one time; None is no limit.
     """
@@ -158,18 +158,18 @@ class Device:
         return self.to_host_bytes_per_s is not None and self.to_device_bytes_per_s is not None
 
     def to_host_s(self, nbytes: int, begin_s: float = 0.0) -> float:
-        """Return when a copy to the host that begins then ends; by default, what it takes."""
+        """Return when a copy to the host begun at `begin_s` ends; by default, its duration."""
         assert self.to_host_bytes_per_s is not None
         return begin_s + self.transfer_latency_s + nbytes / self.to_host_bytes_per_s
 
     def to_device_s(self, nbytes: int, begin_s: float = 0.0) -> float:
-        """Return when a copy back that begins then ends; by default, what it takes."""
+        """Return when a copy back begun at `begin_s` ends; by default, its duration."""
         assert self.to_device_bytes_per_s is not None
         return begin_s + self.transfer_latency_s + nbytes / self.to_device_bytes_per_s
 
     def copy_seconds(self, sizes: Sequence[int]) -> tuple[float, list[float], list[float]]:
         """Return the latency of a copy, and the seconds of each size without it, out and back."""
-        # The extension adds them in the order of `to_host_s`: another would give other last bits.
+        # The extension adds them in the order of `to_host_s`: another order rounds differently.
         assert self.to_host_bytes_per_s is not None
         assert self.to_device_bytes_per_s is not None
         out = [size / self.to_host_bytes_per_s for size in sizes]
@@ -177,13 +177,13 @@ class Device:
 
 
 def require(valid: bool, where: str, got: object, expected: str) -> None:
-    """Raise GraphError for a value that is not valid."""
+    """Raise GraphError unless a value is valid."""
     if not valid:
         raise GraphError(f"{where}: got {got!r}, expected {expected}.")
 
 
 def check_device(device: Device) -> None:
-    """Raise GraphError for a device whose speeds make no sense."""
+    """Raise GraphError for a device with invalid speeds."""
     keys = ("flops_per_s", "bytes_per_s", "to_host_bytes_per_s", "to_device_bytes_per_s")
     speeds = {key: getattr(device, key) for key in keys}
     speeds |= {f"flops_per_s_by_dtype.{key}": speed for key, speed in device.flops_per_s_by_dtype}
@@ -199,13 +199,13 @@ def check_device(device: Device) -> None:
 
 
 def check_storage(storage: Storage, where: str) -> None:
-    """Raise GraphError for a storage that makes no sense by itself."""
+    """Raise GraphError for a storage that is invalid by itself."""
     require(is_count(storage.bytes), f"{where}.bytes", storage.bytes, _COUNT)
     require(storage.role in ROLES, f"{where}.role", storage.role, f"one of {', '.join(ROLES)}")
 
 
 def check_op(op: Op, where: str) -> None:
-    """Raise GraphError for an op whose numbers make no sense by themselves."""
+    """Raise GraphError for an op with invalid numbers."""
     require(op.phase in PHASES, f"{where}.phase", op.phase, f"one of {', '.join(PHASES)}")
     for key, value in (("seconds", op.seconds), ("flops", op.flops)):
         valid = value is None or is_amount(value)
@@ -224,17 +224,17 @@ T = TypeVar("T", Storage, Op, Device, Workspace)
 
 
 def record_of(kind: type[T], row: Fields) -> T:
-    """Return a record from the keys that are its fields; GraphError for others and wrong values."""
+    """Read a record from JSON; raise GraphError for unknown keys and invalid values."""
     values = {name: read(row, name, default) for name, read, default in _FIELDS[kind]}
     row.done()
     return kind(**values)
 
 
 def _reader(spec: Field[Any]) -> tuple[str, Callable[[Fields, str, Any], Any], Any]:
-    """Return the name of a field, what reads one of its type, and its default."""
-    # Text, as `from __future__ import annotations` leaves annotations.
+    """Return the name of a field, the reader for its type, and its default."""
+    # Text, because of `from __future__ import annotations`.
     declared = str(spec.type)
-    # A default of MISSING makes `Fields` demand the key; one that may be None is not demanded.
+    # A default of MISSING makes the key mandatory in `Fields`; optional ones may be None.
     optional = spec.default is MISSING and declared.endswith("| None")
     return spec.name, _READERS[declared], None if optional else spec.default
 
@@ -275,7 +275,7 @@ def data_of(record: Storage | Op | Device | Workspace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for spec in fields(record):
         key, item = spec.name, getattr(record, spec.name)
-        # A device and a workspace are named in a file also where their name is empty.
+        # The name of a device or a workspace is written even if it is empty.
         if item == spec.default and key != "name":
             continue
         # Pairs in the record, which has to be hashable; an object in JSON.

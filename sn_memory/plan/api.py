@@ -1,10 +1,9 @@
-"""plan_graph: the fastest plan that can be found whose true peak keeps a budget in bytes.
+"""plan_graph: find the fastest plan whose true peak keeps a budget in bytes.
 
-Planners in use bound something else: torch's budget caps the saved bytes as a knapsack, and its
-peak is not even monotone in it; SuperNeurons always goes to the smallest memory. Here each plan is
-scored by the true peak, rebuilds and workspaces included, and comes with a lower bound on the
-seconds of any plan, so that the gap says how much is left to gain. `docs/decisions/0075`
-tells how.
+Other planners bound something else: torch's budget caps the saved bytes by a knapsack, and its peak
+is not even monotone in it; SuperNeurons always minimizes memory. Here each plan is scored by the
+true peak, including rebuilds and workspaces, and comes with a lower bound on the seconds of any
+plan, so that the gap says how much could still be gained. See `docs/decisions/0075`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from .simulate import emit, simulate
 
 log = logging.getLogger(__name__)
 
-# The share of the time limit that is reserved for a refusal, as long as no plan keeps the budget:
-# its error states the smallest peak, which takes a search of its own.
+# The share of the time limit that is reserved for a refusal while no plan keeps the budget: the
+# error states the smallest peak, which takes another search.
 TO_REFUSE = 0.2
 
 
@@ -51,27 +50,27 @@ def plan_graph(
     Parameters
     ----------
     graph
-        What is to be carried out.
+        The graph to plan.
     budget
-        The most live bytes, resident storages included: bytes, text as "6GiB", or "60%" of the
-        graph's own peak.
+        The most live bytes, including resident storages: bytes, text such as "6GiB", or "60%" of
+        the graph's own peak.
     planner
-        `auto`, or the name of a planner of the literature (`sn_memory.plan.policies.names()`).
+        `auto`, or the name of a planner from the literature (`sn_memory.plan.policies.names()`).
     techniques
-        What `auto` may do: `keep` always, `recompute`, and `offload` (where the device states
-        transfer speeds).
+        What `auto` may do: `keep` always, `recompute`, and `offload` (if the device states transfer
+        speeds).
     time_limit_s
-        After this many seconds on the wall `auto` answers with the best it has, to a tenth of
-        them: all its stages share them. A search that ends by itself is the same on any machine;
-        one that is cut depends on the machine and its load. A named planner takes what it takes.
+        After this many wall-clock seconds, to within a tenth, `auto` returns the best plan it has;
+        all its stages share them. A search that ends by itself is the same on any machine; one that
+        is cut off depends on the machine and its load. A named planner has no limit.
     deterministic
-        Count work in place of seconds: `time_limit_s` is then so many times 20 million units, of
-        which an op carried out on paper is one. The same graph gets the same plan on a slow machine
-        and on a fast one, whatever the load, with the same versions of this package and of SciPy.
-        `solve_s` of the plan is counted as well.
+        Count work instead of seconds: `time_limit_s` is then multiplied by 20 million units, of
+        which one is one simulated op. The same graph gets the same plan on slow and on fast
+        machines, whatever their load, with the same versions of this package and of SciPy.
+        `solve_s` of the plan is counted likewise.
     progress
-        True writes to standard error how far it is: one line on a terminal, else several. None does
-        so on a terminal only. A function takes a `Progress` at each attempt. False is silent.
+        True writes progress to standard error: one line on a terminal, else several. None does so
+        only on a terminal. A function is called with a `Progress` at each attempt. False is silent.
     from_sqrt_n
         Whether `auto` begins from the plan of `sqrt_n`.
 
@@ -83,9 +82,9 @@ def plan_graph(
     Raises
     ------
     BudgetError
-        If no plan was found that keeps the budget. It carries the smallest peak found with its op
-        and plan, and the floor that no plan can go below; its message says whether the search
-        ended by itself, which does not depend on the machine, or by `time_limit_s`.
+        If no plan was found that keeps the budget. It carries the smallest peak found, its op and
+        plan, and a lower bound for any plan; its message says whether the search ended by itself,
+        independently of the machine, or by `time_limit_s`.
     PlanError
         For an unknown planner or technique.
     """
@@ -126,7 +125,7 @@ def plan_front(
     spoken = nullcontext() if progress is False else progress_output(progress)
     with stage() as left_s, counting(deterministic), spoken:
         if not deterministic:
-            # Inside a longer piece of work no more than is left of its seconds.
+            # Inside a larger task, use no more than what is left of its seconds.
             time_limit_s = min(time_limit_s, left_s)
         if planner != "auto":
             return [_named(graph, planner, size) for size in sizes]
@@ -134,7 +133,7 @@ def plan_front(
 
 
 def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
-    """Return a named planner's plan; raises BudgetError where it does not keep the budget."""
+    """Return a named planner's plan; raise BudgetError if it does not keep the budget."""
     began = now()
     plan = policies.policy(planner)(graph, budget_bytes=budget_bytes)
     if plan.peak_bytes > budget_bytes:
@@ -145,14 +144,14 @@ def _named(graph: Graph, planner: str, budget_bytes: int) -> Plan:
 
 
 class Auto:
-    """The planner `auto`, of one graph for any number of budgets.
+    """The planner `auto` for one graph and any number of budgets.
 
-    A search of our own that begins from the choice of `sqrt_n`. The search and what it takes to say
-    no share one deadline: see `look`.
+    Our own search, which begins from the choice of `sqrt_n`. The search and a possible refusal
+    share one deadline: see `look`.
 
-    graph : what is to be carried out
+    graph : the graph to plan
     techniques : `keep`, `recompute`, `offload`, or some of them
-    time_limit_s : seconds of `clock.now` for each budget, of the first one from here on
+    time_limit_s : seconds of `progress.now` per budget; for the first one, from here on
     from_sqrt_n : whether the search begins from the plan of `sqrt_n`
     """
 
@@ -165,7 +164,7 @@ class Auto:
         from_sqrt_n: bool = True,
     ) -> None:
         self.graph, self.limit_s, self.from_sqrt_n = graph, time_limit_s, from_sqrt_n
-        # When the first budget's time began, None after it; when that of the current one is over.
+        # When the first budget's time began, None after it; when the current budget's time ends.
         self.began: float | None = now()
         self.end = self.began + time_limit_s
         self.search = Search(
@@ -177,18 +176,18 @@ class Auto:
         self.floor = smallest_peak(self.search.shape, offload=self.search.offload)
 
     def front(self, budgets: Sequence[int]) -> list[Plan]:
-        """Return a plan for each budget; the largest is looked at first, as its plans serve all."""
+        """Return a plan for each budget; the largest is searched first, as its plans serve all."""
         spent: dict[int, float] = {}
         for budget in sorted(set(budgets), reverse=True):
             began = now()
             self.look(budget)
             spent[budget] = now() - began
-        # Last of all: a plan found for a smaller budget may be the fastest for a larger one.
+        # Only in the end: a plan found for a smaller budget may be the fastest for a larger one.
         return [self.answer(budget, spent[budget]) for budget in budgets]
 
     def look(self, budget_bytes: int) -> None:
-        """Fill the archives with what can be found for a budget."""
-        # The first budget pays for the holes and the floor, which `__init__` computed.
+        """Fill the archive with candidates for a budget."""
+        # The first budget's time includes the holes and the floor, computed in `__init__`.
         began = now() if self.began is None else self.began
         self.began, self.end = None, began + self.limit_s
         self.search.began = began
@@ -199,19 +198,19 @@ class Auto:
         known = self.search.archive.best(budget_bytes) is not None
         self.search.deadline = self.end - (0 if known else self.limit_s * TO_REFUSE)
         self.search.end = self.end
-        # On a large graph the search finds more in the time that improving this plan would take.
+        # On a large graph, the search finds more in the time that improving this plan would take.
         if start is not None and len(self.graph.ops) <= LARGE:
             self.search.from_sqrt_n(start, budget_bytes)
         self.search.solve(budget_bytes)
 
     def sqrt_n(self, budget_bytes: int) -> Sequence[int] | None:
-        """Take the choice of `sqrt_n` in, and return it, if it keeps the budget.
+        """Add the choice of `sqrt_n`, and return it if it keeps the budget.
 
-        Whatever time there is, so that a budget which it keeps is not refused for want of time: it
-        takes a tenth of a second for three thousand ops, one for twenty thousand.
+        Done whatever time is left, so that a budget that it keeps is not refused for lack of time:
+        it takes a tenth of a second for three thousand ops, one second for twenty thousand.
         """
         own = self.search.archive.best(budget_bytes)
-        # Where everything can be kept, no plan is faster.
+        # If everything can be kept, no plan is faster.
         kept = own is not None and own.origin == "keep"
         if kept or not self.from_sqrt_n or not self.search.recompute:
             return None
@@ -224,10 +223,10 @@ class Auto:
         return None
 
     def answer(self, budget_bytes: int, solve_s: float) -> Plan:
-        """Return the fastest of all that keeps a budget, with its bound."""
+        """Return the fastest plan that keeps a budget, with its bound."""
         plan = self.fastest(budget_bytes)
         if plan is None:
-            # Stating the smallest peak takes a search of its own, which may find a plan.
+            # Stating the smallest peak takes another search, which may find a plan.
             error = self.refusal(budget_bytes)
             plan = self.fastest(budget_bytes)
             if plan is None:
@@ -246,7 +245,7 @@ class Auto:
         return plan
 
     def fastest(self, budget_bytes: int) -> Plan | None:
-        """Return the fastest plan found so far that keeps a budget; its bound is still to come."""
+        """Return the fastest plan found so far that keeps a budget, without its bound."""
         candidate = self.search.archive.best(budget_bytes)
         return None if candidate is None else self.emitted(candidate, budget_bytes)
 
@@ -256,12 +255,12 @@ class Auto:
         )
 
     def refusal(self, budget_bytes: int) -> BudgetError:
-        """Return the error that says what the smallest peak is, as far as it can be found."""
-        # After a front of budgets, those after the first have no part of the time left for this.
+        """Return the error that states the smallest peak, as far as it can be found."""
+        # For later budgets of a front no time is left for this.
         end = max(self.end, now() + self.limit_s * TO_REFUSE)
         floor, op = self.floor[0], self.graph.ops[self.floor[1]].name
-        # A budget as large as the peak it names is kept when asked for: this search depends neither
-        # on the budget refused, nor on what the search for that one has found.
+        # The stated peak must be kept when requested as a budget: so this search depends neither on
+        # the refused budget, nor on the candidates found for it.
         search = Search(
             self.search.shape, offload=self.search.offload, recompute=self.search.recompute,
             deadline=end,
@@ -273,7 +272,7 @@ class Auto:
             for choice in sqrt_n_choices(origins(self.search.shape)):
                 search.archive.add(choice, simulate(search.shape, choice), "sqrt_n")
         smallest = search.archive.smallest()
-        # It may keep this budget after all, or a later one of the same front.
+        # It may keep this budget after all, or a later one of the front.
         self.search.archive.items.append(smallest)
         least = self.emitted(search.archive.equipped(smallest, smallest.peak_bytes), None)
         size, name = least.peak_bytes, peak_op(self.graph, least)

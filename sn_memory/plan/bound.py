@@ -1,13 +1,13 @@
-"""What no plan can beat: a smallest peak and a fewest-seconds bound, both by relaxation.
+"""Lower bounds for any plan: on the peak, and on the seconds, both by relaxation.
 
-Peak: when an op runs, what it reads, makes and works in is there, and so is all that some later op
-needs and that nothing can bring back.
+Peak: when an op runs, its inputs, outputs and workspace are live, and so is everything that a later
+op needs and that nothing can bring back.
 
-Seconds: look at the moment when one op first runs. Whatever later ops need is then on the device,
-on the host, or will be made again afterwards, and what is made again needs its inputs, which are on
-the device, on the host, or made again. Which of these is a linear program (its integer form is the
-minimum cut with one budget row); all other moments are left out, so its value is below every plan.
-The bound is the best over a few moments.
+Seconds: consider the moment when one op first runs. Whatever later ops need is then on the device,
+on the host, or will be rebuilt afterwards, and a rebuild needs its inputs, which are on the device,
+on the host, or rebuilt. The choice is a linear program (its integer form is a minimum cut with one
+budget row); all other moments are ignored, so its value is a lower bound for every plan. The bound
+is the best over a few moments.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import numpy as np
 from ..base.progress import counts_work, now, spend, units
 from ..graph.liveness import Holes, live_bytes
 
-# Units of work: to write an entry of the matrix, and a row in a pivot.
+# Units of work: per entry of the matrix, and per row in a pivot.
 ROW, PIVOT = 20, 1
 
 
 @dataclass(frozen=True)
 class Relaxed:
-    """The linear program at one op: its value and who stays.
+    """The solution of the linear program at one op.
 
     at : the op
     seconds : the bound
-    kept : storage to the fraction of it that the relaxation has on the device then
-    moved : storage to the fraction that it has on the host then
+    kept : storage to the fraction that the relaxation keeps on the device at that moment
+    moved : storage to the fraction that it keeps on the host
     """
 
     at: int
@@ -47,7 +47,7 @@ def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
     arrays, graph = holes.graph.arrays, holes.graph
     count = len(graph.ops)
     change = np.zeros(count + 1, np.int64)
-    # Neither made again nor moved: there from its first use to its last.
+    # Neither rebuilt nor moved: live from its first use to its last.
     stays = [
         bool(chain) and not _again(holes, chain[0]) and (not offload or holes.held[storage])
         for storage, chain in enumerate(holes.chain)
@@ -60,7 +60,7 @@ def smallest_peak(holes: Holes, *, offload: bool) -> tuple[int, int]:
     fixed = np.cumsum(change)[:-1]
     best, at = graph.base_bytes, 0
     for op in range(count):
-        # What stays is in `fixed` already, also while it is used.
+        # Storages that stay are already in `fixed`, also while they are used.
         need = sum(holes.bytes[storage] for storage in holes.touched[op] if not stays[storage])
         total = graph.base_bytes + need + min(arrays.workspace_bytes[op]) + int(fixed[op])
         if total > best:
@@ -72,7 +72,7 @@ def moments(holes: Holes, limit: int = 4) -> list[int]:
     """Return the ops worth a relaxation: where the most bytes wait for later ops."""
     curve = live_bytes(holes.graph)
     order = np.argsort(-curve, kind="stable")
-    # Neighbouring ops see nearly the same live storages: a relaxation of each would say the same.
+    # Neighbouring ops have nearly the same live storages, so their bounds would be the same.
     spacing = max(1, len(curve) // 50)
     chosen: list[int] = []
     for op in order.tolist():
@@ -96,8 +96,8 @@ def relax(
     """Solve the relaxation at one op; None if it has no solution or no time.
 
     No solution means that no plan keeps the budget. With `lanes` below 1 the transfers have only
-    that part of their speed: no bound then, but a start with fewer waits. `deadline` is a moment
-    of `progress.now()`.
+    that share of their speed: then it is not a bound, but a start with fewer waits. `deadline` is a
+    time of `progress.now()`.
     """
     if now() > deadline:
         return None
@@ -112,14 +112,14 @@ def relax(
     width = len(before)
     # Columns: kept per storage, moved per storage, rerun per op before `at`, then the total time.
     moved, rerun, total = width, 2 * width, 2 * width + at
-    # Arrays of numbers: as lists of objects they take ten times the bytes, of a large graph many.
+    # Arrays of numbers: lists of objects take ten times the bytes, too much for large graphs.
     rows, columns, values, limits = array("q"), array("q"), array("d"), array("d")
 
     def row(entries: Sequence[tuple[int, float]], at_least: float) -> None:
         for column, value in entries:
             rows.append(len(limits))
             columns.append(column)
-            # `linprog` knows upper limits only.
+            # `linprog` only takes upper limits.
             values.append(-value)
         limits.append(-at_least)
 
@@ -127,29 +127,29 @@ def relax(
         storage: int, made_by: Sequence[int], extra: Sequence[tuple[int, float]], at_least: float
     ) -> None:
         here = [(place[storage], 1.0), (moved + place[storage], 1.0), *extra]
-        # A storage changed in place is made again by all its ops, so each of them is a row.
+        # A storage changed in place is rebuilt by all its ops, so each of them is a row.
         for op in made_by:
             row([*here, (rerun + op, 1.0)] if recompute and _again(holes, op) else here, at_least)
 
     low = np.zeros(total + 1)
     high = np.ones(total + 1)
     high[total] = np.inf
-    # A technique that is not allowed is a column that can only be 0.
+    # The columns of a technique that is not allowed are fixed at 0.
     if not offload:
         high[moved : moved + width] = 0.0
     for storage in before:
         if holes.held[storage]:
             high[moved + place[storage]] = 0.0
-    # What the op itself reads is on the device.
+    # The op's own inputs are on the device.
     for storage in arrays.reads[at]:
         if storage in place:
             low[place[storage]] = 1.0
-    # What later ops need is on the device, on the host, or made again.
+    # What later ops need is on the device, on the host, or rebuilt.
     for storage in before:
         last = holes.of(storage)[-1]
         if graph.storages[storage].keep or holes.start[last] > at:
             available(storage, [op for op in holes.chain[storage] if op < at], (), 1.0)
-    # And so is, to the extent that an op runs again, all that it reads.
+    # The same holds for the inputs of an op, to the extent that it is rerun.
     used = _reachable(holes, at, before)
     for op in range(at):
         if op not in used or not recompute:
@@ -159,20 +159,20 @@ def relax(
             if storage in place:
                 made_by = holes.chain[storage][: version + 1]
                 available(storage, made_by, ((rerun + op, -1.0),), 0.0)
-    # One row for the budget: what is kept has the room that the op's own bytes leave.
+    # One row for the budget: what is kept must fit next to the op's own bytes.
     room = budget_bytes - graph.base_bytes - min(arrays.workspace_bytes[at])
     room -= sum(holes.bytes[storage] for storage in arrays.outputs[at])
     if room < 0:
         return None
-    # As parts of the room: coefficients in bytes are far from the zeros and ones of other rows.
+    # Scaled by the room: coefficients in bytes are far from the zeros and ones of other rows.
     scale = max(1.0, float(room))
     row([(place[s], -holes.bytes[s] / scale) for s in before if holes.bytes[s]], -room / scale)
-    # The total is above the seconds of the ops with reruns, and above those of either lane.
+    # The total is at least the seconds of the ops with reruns, and those of either lane.
     reruns = [(rerun + op, -fastest[op]) for op in used]
     head, tail = sum(fastest[:at]), sum(fastest[at:])
     row([(total, 1.0), *reruns], head + tail)
-    # All that is moved is on the host at this moment: it left before the ops that are to come, and
-    # comes back after those that are done.
+    # Everything moved is on the host at this moment: its copy out overlaps only with earlier ops,
+    # and its copy back only with later ones.
     out, back = graph.device.to_host_bytes_per_s, graph.device.to_device_bytes_per_s
     if offload and out is not None and back is not None:
         sizes = [(moved + place[s], float(holes.bytes[s])) for s in before]
@@ -203,16 +203,16 @@ def relax(
 
 
 def _limit(deadline: float, rows: int) -> dict[str, float]:
-    """Return what ends a linear program of so many rows, as options: seconds, or counted pivots."""
+    """Return the solver options that limit a linear program: seconds, or counted pivots."""
     left = deadline - now()
     if counts_work():
-        # HiGHS holds the limit in 32 bits.
+        # HiGHS stores the limit in 32 bits.
         return {"maxiter": min(units(left) // (PIVOT * rows), 2**31 - 1)}
     return {"time_limit": max(left, 0.0)}
 
 
 def _again(holes: Holes, op: int) -> bool:
-    """Whether the format lets an op run twice at all; `Holes.rebuildable` asks for more."""
+    """Whether the format allows an op to run twice; `Holes.rebuildable` requires more."""
     graph = holes.graph
     return graph.ops[op].repeatable and not any(
         graph.storages[storage].resident for storage in graph.arrays.writes[op]
@@ -220,7 +220,7 @@ def _again(holes: Holes, op: int) -> bool:
 
 
 def _reachable(holes: Holes, at: int, before: Sequence[int]) -> set[int]:
-    """Return the ops before `at` that a rebuild after it could run."""
+    """Return the ops before `at` that a rebuild after it may run."""
     reads = holes.graph.arrays.reads
     wanted = [
         storage

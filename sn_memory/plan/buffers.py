@@ -1,8 +1,8 @@
-"""The memory of a plan: who needs how many bytes from which action to which, and the sums of it.
+"""The memory of a plan: the buffers with their lifetimes in actions, and live bytes.
 
-`pack` takes the buffers. Live bytes of actions are summed here alone, but for `check.py`, which
-shares nothing with the planner. The error that no plan keeps a budget is here too: it says where
-the peak is, and which budget can be kept.
+`pack` takes the buffers. Live bytes of actions are only summed here, and in `check.py`, which
+shares nothing with the planner. The error for a budget that no plan keeps is here as well: it says
+where the peak is, and which budget can be kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class PlanBuffers:
     """Allocations of a plan, in the order in which they are made; resident storages first.
 
     names : the storage of each; `NAME (second copy)` for an output that a rerun makes again while
-        the first is there, and `workspace of OP`.
+        the first copy is live, and `workspace of OP`.
     buffers : (lower, upper, size), half-open in numbers of actions
     """
 
@@ -33,10 +33,10 @@ class PlanBuffers:
 def plan_buffers(graph: Graph, plan: Plan) -> PlanBuffers:
     """Return the allocations of a plan that `check_plan` accepts.
 
-    A storage that is freed and made again has one buffer for each stay, so it may come back
-    elsewhere. The largest sum of live sizes is the plan's peak.
+    A storage that is freed and made again has one buffer for each stay, so its address may change.
+    The largest sum of live sizes is the plan's peak.
 
-    Raises PlanError for an action that frees what is not there.
+    Raises PlanError for an action that frees a storage that is not allocated.
 
     Examples
     --------
@@ -81,14 +81,14 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
     arrays, sizes = graph.arrays, graph.arrays.bytes.tolist()
     names = [storage.name for storage in graph.storages]
     rows: list[tuple[str, int, int, int]] = []
-    # Per storage that is there, its row, as if it stayed to the end.
+    # Per allocated storage its row, as if it stayed to the end.
     present: dict[int, int] = {}
 
     def take(storage: int, at: int) -> None:
         present[storage] = len(rows)
         rows.append((names[storage], at, max(len(actions), 1), sizes[storage]))
 
-    # In front, which callers count on to tell them from what the step allocates.
+    # First, as callers rely on to distinguish them from what the step allocates.
     for storage, resident in enumerate(arrays.resident.tolist()):
         if resident:
             take(storage, 0)
@@ -96,7 +96,7 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
         if kind == "run":
             op = graph.op_index[target]
             for storage in arrays.outputs[op]:
-                # An op that runs again writes all its outputs, also those that are still there.
+                # A rerun writes all outputs of the op, also those that are still live.
                 if storage in present:
                     rows.append((f"{names[storage]} (second copy)", at, at + 1, sizes[storage]))
                 else:
@@ -104,7 +104,7 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
             if space := arrays.workspace_bytes[op][way]:
                 rows.append((f"workspace of {target}", at, at + 1, space))
             continue
-        # An offload changes nothing: its bytes stay until the free.
+        # An offload changes nothing: its bytes stay live until the free.
         storage = graph.storage_index[target]
         if kind == "prefetch":
             take(storage, at)
@@ -120,7 +120,7 @@ def _rows(graph: Graph, actions: Sequence[Action]) -> list[tuple[str, int, int, 
 
 
 def peak_op(graph: Graph, plan: Plan) -> str:
-    """Return the op that runs at the peak of a plan, or next after it."""
+    """Return the op that runs at the peak of a plan, or the next one after it."""
     first = peak_action(graph, plan)
     later = (action.target for action in plan.actions[first:] if action.kind == "run")
     return next(later, graph.ops[-1].name)
@@ -143,27 +143,27 @@ def refused(
     instead: str = "make the batch smaller",
     nearest_bytes: int | None = None,
 ) -> BudgetError:
-    """Return the error that says no plan keeps a budget, and which budget can be kept.
+    """Return the error that no plan keeps a budget, with the budget that can be kept.
 
-    text : what was found: the peak, and the op that sets it.
-    plan : the plan of the smallest peak that was found
+    text : the result: the peak, and the op that sets it.
+    plan : the plan with the smallest peak found
     op : the op at that peak
     floor_bytes : see BudgetError
     instead : what to do other than raise the budget
-    nearest_bytes : the smallest budget, where it is what is reserved for that plan, not its peak
+    nearest_bytes : the smallest budget, if that is the plan's reserved bytes and not its peak
     """
     nearest = plan.peak_bytes if nearest_bytes is None else nearest_bytes
     percent = percent_kept(nearest, plan.baseline_peak_bytes)
     share = f', or "{percent}%" of the unplanned peak' if percent else ""
-    # The peak may be scratch more than tensors, which no plan makes smaller.
+    # The peak may be mostly scratch, which no plan reduces.
     scratch = graph.ops[graph.op_index[op]].workspaces if op in graph.op_index else ()
     if scratch:
         least = min(workspace.bytes for workspace in scratch)
-        text += f"; {op!r} takes {show_bytes(least)} of scratch beside its tensors"
-    # Not even a plan that keeps nothing would do.
+        text += f"; {op!r} takes {show_bytes(least)} of scratch besides its tensors"
+    # Not even a plan that keeps nothing would fit.
     if budget_bytes < graph.base_bytes:
         text += (
-            f"; parameters, inputs and what else is there whatever the plan take "
+            f"; parameters, inputs and everything else that any plan holds take "
             f"{show_bytes(graph.base_bytes)} alone"
         )
     return BudgetError(
@@ -180,7 +180,7 @@ def over_budget(
 ) -> BudgetError:
     """Return the error for a plan that needs more than the budget.
 
-    what, instead : what needs it, and what to do other than raise the budget
+    what, instead : what needs more, and what to do other than raise the budget
     """
     op = peak_op(graph, plan)
     text = f"{what} needs {show_bytes(plan.peak_bytes)}, set by {placed(graph, op)}"

@@ -1,12 +1,12 @@
-"""Copies that start ahead and end late, whether they are actions or ops of the plan.
+"""Give copies more time: start copies back earlier, free what is copied out later.
 
-The search places a copy back right before its first reader, or in a window of just the seconds that
-it takes, and gives the memory of what is copied out back as early: then the ops wait, for each copy
-or wherever an op was faster than it was said to be. Where live bytes stay within the budget there
-is room: a copy back starts earlier, the last one first, and what is copied out is given back later.
+The search places a copy back right before its first reader, or in a window of exactly its predicted
+seconds, and frees what is copied out as early as possible: then ops wait for each copy, or wherever
+an op is faster than predicted. Where live bytes stay within the budget, a copy back starts earlier,
+the last one first, and what is copied out is freed later.
 
-A copy is an action `prefetch` or `offload`, or a run of an op that is one: `graph/hosted.py` writes
-the copies of parameters and optimizer state as ops of the kinds `fetch` and `store`.
+A copy is an action `prefetch` or `offload`, or a run of a copy op: `graph/hosted.py` represents the
+copies of parameters and optimizer state as ops of the kinds `fetch` and `store`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BY_HOST = "host update"
 
 @dataclass(frozen=True)
 class LaneSeconds:
-    """What a step takes.
+    """The time of a step.
 
     seconds : when the last op, the last copy and the last update by the host have ended
     ops_s, copies_s, host_s : summed seconds of ops, of copies, and of updates by the host
@@ -37,7 +37,7 @@ class LaneSeconds:
 
     @property
     def hidden(self) -> float:
-        """The share of copies and host updates that overlaps with ops; 1 where there are none."""
+        """The share of copies and host updates that overlaps with ops; 1 if there are none."""
         lane_s = self.copies_s + self.host_s
         if not lane_s:
             return 1.0
@@ -45,26 +45,26 @@ class LaneSeconds:
 
 
 def seconds_on_lanes(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> LaneSeconds:
-    """Return when these actions (kind, target, way) of a plan end, copies on their lanes.
+    """Return when these actions (kind, target, way) of a plan end, with copies on their lanes.
 
-    `graph/hosted.py` writes a fetch as an op, whose seconds the search counts as if the ops waited
-    for it. Carried out it is a copy: it starts where the plan runs it, behind the copies before it
-    on its lane, and the first op to read what it brings waits for it. Memory that a store reads is
-    given back when the store has ended. The host makes its updates one after the other, each when
-    its gradient is there.
+    `graph/hosted.py` represents a fetch as an op, whose seconds the search counts as if ops waited
+    for it. When it runs it is a copy: it starts where the plan runs it, after the earlier copies on
+    its lane, and the first op that reads its result waits for it. Memory that a store reads is
+    freed when the store has ended. The host makes its updates one after the other, each when its
+    gradient has arrived.
 
-    Only the kinds `run` and `free` are known: what else moves is priced by `cost/offload.py`.
+    Only the kinds `run` and `free` are supported: other copies are priced by `cost/offload.py`.
     """
     arrays, index, names = graph.arrays, graph.op_index, graph.storage_index
     clock = back = out = host = ops_s = copies_s = host_s = 0.0
     ready: dict[int, float] = {}
     leaving: dict[int, float] = {}
-    # When the last write to what is on the host ended, by storage.
+    # When the last write to host memory ended, by storage.
     written: dict[int, float] = {}
     for kind, target, way in actions:
         if kind == "free":
             storage = names[target]
-            # Memory is given back on the ops' lane, which waits until the copy no longer needs it.
+            # Memory is freed on the ops' lane, which waits until the copy no longer needs it.
             clock = max(clock, leaving.pop(storage, 0.0), ready.pop(storage, 0.0))
             continue
         op = index[target]
@@ -74,7 +74,7 @@ def seconds_on_lanes(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> L
             (written.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0
         )
         arrived = max((ready.get(storage, 0.0) for storage in arrays.reads[op]), default=0.0)
-        # Beside the ops: only what reads the result waits for it.
+        # Parallel to the ops: only readers of the result wait for it.
         if what == BY_HOST:
             host_s += seconds
             host = max(host, clock, inputs_written) + seconds
@@ -96,33 +96,33 @@ def seconds_on_lanes(graph: Graph, actions: Sequence[tuple[str, str, int]]) -> L
     return LaneSeconds(end, ops_s, copies_s, host_s)
 
 
-# Windows are so many times what a copy takes, where there is room. Small copies are the many, and a
-# lane that is a thread wakes milliseconds late where the machine has other work.
+# Where there is room, windows are this many times as long as the copy. Most copies are small, and a
+# lane that is a thread wakes up milliseconds late on a busy machine.
 WIDE = 32.0
-# A copy back passes no other: those before it have to move first.
+# A copy back overtakes no other: those before it have to move first.
 _PASSES = 4
 
 
 def spread_copies(
     graph: Graph, actions: Sequence[Action], room_bytes: int, *, times: float = 1.0
 ) -> tuple[Action, ...]:
-    """Return the actions with copies moved apart from the ops that wait for them.
+    """Return the actions with copies moved away from the ops that wait for them.
 
-    graph, actions : a plan of it
-    room_bytes : what live bytes stay within. Actions that need more stay as they are.
-    times : how many times its own seconds a copy gets, where there is room
+    graph, actions : a graph and a plan's actions
+    room_bytes : the limit of live bytes. Actions that exceed it are returned unchanged.
+    times : how many times its own seconds a copy gets where there is room
     """
     lanes = any(action.kind in ("offload", "prefetch") for action in actions)
     if lanes and not graph.device.can_offload:
         return tuple(actions)
     timeline = _Timeline(graph, list(actions), room_bytes, times)
-    # Above the room already: nothing may move.
+    # Already above the limit: nothing may move.
     if max(timeline.live, default=0) > room_bytes:
         return tuple(actions)
     for _ in range(_PASSES):
         if not timeline.start_earlier():
             break
-    # What room copies back leave is for those out.
+    # Room left by copies back is used for copies out.
     timeline.free_later()
     return tuple(timeline.actions)
 
@@ -144,13 +144,13 @@ class _Timeline:
             now += self.op_seconds(action)
 
     def op_seconds(self, action: Action) -> float:
-        """Return the seconds that an action keeps the ops' lane for; none for a copy."""
+        """Return the seconds that an action occupies the ops' lane; 0 for a copy."""
         if action.kind != "run" or self.kinds[self.index[action.target]] in (*COPIES, BY_HOST):
             return 0.0
         return self.graph.arrays.seconds[self.index[action.target]][action.way]
 
     def is_copy(self, action: Action, kind: str, op_kind: str) -> bool:
-        """Whether an action is such a copy, or a run of an op that is."""
+        """Whether an action is a copy of this kind, or runs a copy op of this kind."""
         return action.kind == kind or (
             action.kind == "run" and self.kinds[self.index[action.target]] == op_kind
         )
@@ -172,21 +172,21 @@ class _Timeline:
         return device.to_host_s(size) if action.kind == "offload" else device.to_device_s(size)
 
     def start_earlier(self) -> bool:
-        """Move each copy back to an earlier action, the last one first; say whether any moved."""
+        """Move each copy back to an earlier action, the last first; return whether any moved."""
         moved = False
-        # From when on a later copy back has the lane: this one has to end before.
+        # When the next copy back occupies the lane: this one has to end before.
         taken = float("inf")
         backs = [
             at
             for at, action in enumerate(self.actions)
             if self.is_copy(action, "prefetch", "fetch")
         ]
-        # The last one first, so that it is out of the way of those before it.
+        # The last one first, so that it makes room for those before it.
         for at in reversed(backs):
             action, seconds = self.actions[at], self.copy_seconds(self.actions[at])
             reads, (storage,) = self.ends(action)
             latest = min(taken, self.needed(storage, at)) - seconds
-            # A window of `times` its own seconds, of which `latest` leaves room for one.
+            # A window of `times` its own seconds; `latest` already leaves room for one.
             wanted = latest - (self.times - 1) * seconds
             touched, place = {*reads, storage}, at
             while (
@@ -203,20 +203,20 @@ class _Timeline:
         return moved
 
     def free_later(self) -> None:
-        """Give what is copied out back later, the last one first."""
-        # By storage, when its copy out has ended, with what the window is wider than the copy.
+        """Free what is copied out later, the last one first."""
+        # By storage, when its copy out ends, plus the time by which the window exceeds the copy.
         lane, ends = 0.0, {}
         frees: list[tuple[int, float]] = []
         for at, action in enumerate(self.actions):
             if self.is_copy(action, "offload", "store"):
                 seconds = self.copy_seconds(action)
-                # One lane: a copy out starts when the one before it has ended.
+                # On one lane a copy out starts when the previous one has ended.
                 lane = max(lane, self.clock[at]) + seconds
                 end = lane + (self.times - 1) * seconds
                 ends.update(dict.fromkeys(self.ends(action)[0], end))
             elif action.kind == "free" and self.names[action.target] in ends:
                 frees.append((at, ends.pop(self.names[action.target])))
-        # From the back, so that moving one does not renumber those still to come.
+        # From the back, so that a move does not renumber the remaining ones.
         for at, end in reversed(frees):
             storage, place = self.names[self.actions[at].target], at
             while (
@@ -230,7 +230,7 @@ class _Timeline:
                 self.move(at, place, self.bytes[storage])
 
     def needed(self, storage: int, at: int) -> float:
-        """Return when what is copied back at an action is used."""
+        """Return when the storage copied back at an action is first used."""
         for later in range(at + 1, len(self.actions)):
             action = self.actions[later]
             if action.kind == "run" and storage in self.touches[self.index[action.target]]:
@@ -238,7 +238,7 @@ class _Timeline:
         return self.clock[at]
 
     def bars(self, at: int, storages: set[int], kinds: tuple[str, ...]) -> bool:
-        """Whether what touches these storages may not pass an action, nor one of these kinds."""
+        """Whether an action blocks a move: it touches these storages, or is of these kinds."""
         kind, target, _ = self.actions[at]
         if kind != "run":
             return self.names[target] in storages or kind in kinds
@@ -247,12 +247,12 @@ class _Timeline:
         return fixed or bool(storages & self.touches[op])
 
     def move(self, at: int, to: int, size: int) -> None:
-        """Move an action; so many bytes more are live during those that it passes."""
+        """Move an action; `size` more bytes are live during those that it passes."""
         first, last = (to, at) if to < at else (at + 1, to + 1)
         self.live[first:last] = [live + size for live in self.live[first:last]]
         self.actions.insert(to, self.actions.pop(at))
         self.live.insert(to, self.live.pop(at))
         self.clock.insert(to, self.clock.pop(at))
-        # It keeps no lane of the ops busy, so it starts when its new neighbour does.
+        # It does not occupy the ops' lane, so it starts when its new neighbour does.
         near = to + 1 if to < at else to - 1
         self.live[to], self.clock[to] = self.live[near], self.clock[near]

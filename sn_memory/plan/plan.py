@@ -1,8 +1,8 @@
-"""The plan: what to do, action by action, and what that will cost. Data only; JSON in and out.
+"""The plan: actions in order, with their predicted cost. Data only; read and written as JSON.
 
-A list of decisions ("recompute h3") leaves open when, and every back end would answer differently.
-So a plan *is* its actions, in order: run, free, offload, prefetch. The decisions listed with them
-say why, for people and for back ends that only take hints.
+A list of decisions ("recompute h3") does not say when, and each back end would interpret it
+differently. So a plan *is* its actions, in order: run, free, offload, prefetch. The decisions
+listed with them give the reasons, for people and for back ends that only take hints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DECISIONS: Final = ("keep", "recompute", "recompute_each", "offload")
 
 
 def check_techniques(techniques: Sequence[str]) -> None:
-    """Raise PlanError for a technique that no plan has."""
+    """Raise PlanError for an unknown technique."""
     for technique in techniques:
         if technique not in TECHNIQUES:
             raise PlanError(
@@ -45,7 +45,7 @@ class Action(NamedTuple):
     """One entry of a plan: `run` an op in one of its ways, or act on a storage.
 
     run       allocate the outputs that are absent, hold the workspace, compute
-    free      give the storage's device memory back
+    free      free the storage's device memory
     offload   start copying it to the host; its device memory stays until `free`
     prefetch  allocate it on the device again and start copying it back
     """
@@ -63,7 +63,7 @@ class Decision:
     technique : `keep`, `recompute` (rebuilt once, then held to its last use), `recompute_each`
         (rebuilt for each group of uses) or `offload`
     reason : one sentence for people
-    bytes, cost_s : what leaves the device, and the seconds that costs
+    bytes, cost_s : bytes that leave the device, and the seconds that this costs
     """
 
     storage: str
@@ -75,38 +75,38 @@ class Decision:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Actions that carry a graph out within a peak, with predictions and a bound.
+    """Actions that run a graph, with predicted peak and seconds, and a lower bound.
 
     Parameters
     ----------
     actions
-        What is done, in order; `check_plan` replays them.
+        In order; `check_plan` replays them.
     decisions
         One for each storage that is not resident.
     planner
-        Which planner made it.
+        The planner that made it.
     peak_bytes, seconds
-        Predicted: largest number of live bytes, and the time when the last op has ended.
+        Predicted: the most live bytes, and the time when the last op has ended.
     lower_bound_seconds
         No plan with the planner's techniques that keeps the budget is faster than this.
     budget_bytes
         The budget it was planned for; None for planners that take none.
     baseline_peak_bytes, baseline_seconds
-        The graph as it stands: everything kept to its last use.
+        The graph without a plan: everything kept to its last use.
     seconds_sources
-        How many ops have their seconds from where: measured, roofline or flops.
+        Number of ops by the source of their seconds: measured, roofline or flops.
     solve_s
         Seconds of planning.
     graph_name
         The name of the graph it was made for.
     reserved_peak_bytes
-        What the device's allocator reserves for it, by its rules; None where none is modelled.
+        What the device's allocator reserves for it, by its rules; None if none is modelled.
     pool_bytes
-        The segment with which the step's own pool of memory begins; 0 for none.
+        The initial segment of the step's own memory pool; 0 for none.
     allocator
-        Which allocator reserves that, with its settings.
+        The allocator that reserves it, with its settings.
     notes
-        What people should know of it.
+        Remarks for people.
     """
 
     actions: tuple[Action, ...]
@@ -145,7 +145,7 @@ class Plan:
     @property
     def gap(self) -> float:
         """How far above the lower bound the plan is, as a fraction of the bound; 0 is optimal."""
-        # A step of no seconds meets a bound of 0; any other is infinitely far above it.
+        # A step of 0 seconds meets a bound of 0; any other is infinitely far above it.
         if self.lower_bound_seconds <= 0:
             return 0.0 if self.seconds <= 0 else float("inf")
         return max(0.0, self.seconds / self.lower_bound_seconds - 1)
@@ -168,12 +168,12 @@ class Plan:
     def from_json(source: str | os.PathLike[str]) -> Plan:
         """Read a plan from a path, or from JSON text (anything that starts with a brace).
 
-        Raises PlanError with the line (not JSON) or the key (JSON that makes no sense).
+        Raises PlanError with the line (if not JSON) or the key (if invalid).
         """
         return _from_data(load(source, PlanError, "plan"))
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return the plan as JSON text, one record a line; also write it to `path` if given."""
+        """Return the plan as JSON text, one record per line; also write it to `path` if given."""
         lists = {
             "decisions": map(asdict, self.decisions),
             "actions": (action if action.way else action[:2] for action in self.actions),
@@ -187,21 +187,21 @@ class BudgetError(RuntimeError):
     Attributes
     ----------
     peak_bytes
-        The smallest peak that a plan was found for.
+        The smallest peak of any plan found.
     budget_bytes
         The budget that cannot be kept.
     op
         The name of the op at which that smallest peak is reached.
     plan
-        The plan of that peak, where the raiser has one.
+        The plan of that peak, if known.
     floor_bytes
-        No plan has a smaller peak than this; equal to `peak_bytes` where that is proven to be the
-        smallest. None where the raiser has proven nothing.
+        No plan has a smaller peak than this; equal to `peak_bytes` if that is proven to be the
+        smallest. None if nothing is proven.
     module
-        The path of the module that `op` belongs to; empty where its name does not tell.
+        The path of the module that `op` belongs to; empty if unknown.
     percent
-        The smallest budget that can be kept in whole percent of the unplanned peak; None where that
-        peak is not known, or nothing is saved.
+        The smallest budget that can be kept, in whole percent of the unplanned peak; None if that
+        peak is unknown, or nothing is saved.
     """
 
     def __init__(
@@ -227,8 +227,8 @@ class BudgetError(RuntimeError):
 
 
 def percent_kept(peak_bytes: int, whole_bytes: int) -> int | None:
-    """Return the fewest whole percent of a peak that allow another; None where it is no smaller."""
-    # Rounded up: the percentage below would be a budget that the plan breaks.
+    """Return `peak_bytes` in whole percent of `whole_bytes`; None if it is no smaller."""
+    # Rounded up: the plan would exceed the next lower percentage.
     return -(-100 * peak_bytes // whole_bytes) if peak_bytes < whole_bytes else None
 
 
@@ -245,7 +245,7 @@ _NUMBERS: Final = (
 
 def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
     for at, row in enumerate(rows):
-        # The way is written only where it is not the default.
+        # The way is written only if it is not the default.
         usual = isinstance(row, list) and len(row) in (2, 3)
         if not (usual and is_text(row[0]) and is_text(row[1])):
             raise PlanError(f'actions[{at}]: got {show(row)}, expected ["kind", "name"].')
@@ -254,7 +254,7 @@ def _read_actions(rows: Iterable[Any]) -> Iterable[Action]:
                 f"actions[{at}][0]: got {show(row[0])}, expected one of {', '.join(KINDS)}."
             )
         way = row[2] if len(row) == 3 else 0
-        # True is an int in Python, but does not number a way.
+        # True is an int in Python, but not the number of a way.
         if isinstance(way, bool) or not isinstance(way, int) or way < 0:
             raise PlanError(
                 f"actions[{at}][2]: got {show(way)}, expected a whole number of 0 or more."
@@ -279,11 +279,11 @@ def _read_decision(data: object, where: str) -> Decision:
 
 
 def budget_line(budget_bytes: int, peak_bytes: int) -> str:
-    """Return the words of an error for a budget, with a hint where percent were meant.
+    """Return the text for a budget in an error, with a hint if a percentage was meant.
 
-    peak_bytes : the smallest that can be kept
+    peak_bytes : the smallest budget that can be kept
     """
-    # No step takes 100 bytes; whoever asks for that many means percent.
+    # No step takes 100 bytes; such a budget means percent.
     meant = f', for percent pass "{budget_bytes}%"' if 0 < budget_bytes <= 100 < peak_bytes else ""
     return f"budget is {show_bytes(budget_bytes)}{meant}"
 
@@ -325,7 +325,7 @@ def _from_data(data: object) -> Plan:
 
 
 def _head(plan: Plan) -> dict[str, Any]:
-    """Return what the file of a plan has in front of its decisions and actions."""
+    """Return the entries of a plan's file before its decisions and actions."""
     head: dict[str, Any] = {
         "format": FORMAT,
         "graph_name": plan.graph_name,

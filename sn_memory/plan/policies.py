@@ -1,15 +1,16 @@
-"""SuperNeurons' planners, the liveness it starts from, and sqrt(n), by name.
+"""Planners of the literature by name: SuperNeurons' three, liveness, and sqrt(n).
 
     (graph: Graph, *, budget_bytes: int | None) -> Plan
 
-A policy may ignore the budget, must not raise where its method finds nothing (then it returns the
-plan of least peak it has), and its plans pass `check_plan`.
-`plan_graph(..., planner="auto")` begins from the choice of `sqrt_n`. Other planners of the
-literature are in `benchmarks/rivals/planners`, which compares with them.
+A policy may ignore the budget, must not raise if its method finds nothing (then it returns the plan
+with its smallest peak), and its plans pass `check_plan`.
 
-A policy says which storages of the forward pass are dropped after their last use there, and what
-happens after a rebuild. That is a choice as `simulate.py` carries it out; what is moved to the host
-has windows that follow the layers, as in the paper, and not the clock.
+`plan_graph(..., planner="auto")` begins from the choice of `sqrt_n`. Further planners of the
+literature are in `benchmarks/rivals/planners`, for comparisons.
+
+A policy decides which storages of the forward pass are dropped after their last use there, and what
+happens after a rebuild. That is a choice for `simulate.py`; storages moved to the host have windows
+that follow the layers, as in the paper, and not the clock.
 """
 
 from __future__ import annotations
@@ -30,28 +31,28 @@ from .plan import Plan
 from .simulate import emit, simulate
 
 Policy = Callable[..., Plan]
-# How many sizes of the tensor cache are tried between "nothing leaves" and "all convolutions".
+# How many sizes of the tensor cache are tried, from moving nothing to moving all convolutions.
 _CACHE_SIZES = 8
-# Kinds as frameworks and papers write them: conv2d, aten.convolution, Conv2D, addmm, MatMul, FC ...
+# Kinds as named by frameworks and papers: conv2d, aten.convolution, Conv2D, addmm, MatMul, FC ...
 _CONV: Final = re.compile(r"conv")
 _HEAVY: Final = re.compile(
     r"conv|linear|dense|matmul|einsum|\bfc\b|\bdot|\b(add|ba)?b?mm\b|attention"
 )
 _JOIN: Final = re.compile(r"join|concat|\bcat\b|fork|\bstack\b")
 _SUM: Final = re.compile(r"\badd(v2|n|_)?\b")
-# Above this a kernel is bound by arithmetic on any machine of the last decade: matrix products and
-# convolutions of useful size pass it, elementwise ops and normalisations stay below.
+# Above this a kernel is compute-bound on any machine of the last decade: matrix products and
+# convolutions of useful size exceed it, elementwise ops and normalisations stay below.
 _DENSE_FLOPS_PER_BYTE: Final = 10.0
 
 
 @dataclass(frozen=True)
 class Origins:
-    """The holes of a graph, and per storage, by number, what a policy asks.
+    """The holes of a graph, and per storage, by number, the facts that policies need.
 
-    last_use : its last use by any op; its producer where no op reads it
-    last_forward, first_backward : its last use by a forward op, its producer included; its first
-        use by any other, the number of ops where there is none
-    droppable : whether it may be dropped whenever it is complete and rebuilt for every later use
+    last_use : its last use by any op; its producer if no op reads it
+    last_forward, first_backward : its last use by a forward op, including its producer; its first
+        use by any other op, the number of ops if there is none
+    droppable : whether it may be dropped whenever it is complete, and rebuilt for each later use
     forward : whether forward ops make and complete it
     """
 
@@ -64,7 +65,7 @@ class Origins:
 
 
 def origins(shape: Holes) -> Origins:
-    """Return what policies ask of a graph, in time linear in its size (sorting aside)."""
+    """Return the facts that policies need, in time linear in the graph's size (except sorting)."""
     graph, arrays, chain = shape.graph, shape.graph.arrays, shape.chain
     count, end = len(graph.storages), len(graph.ops)
     forward_op = [op.phase == "forward" for op in graph.ops]
@@ -73,7 +74,7 @@ def origins(shape: Holes) -> Origins:
     settled = [True] * count
     for op, reads in enumerate(arrays.reads):
         for storage, version in zip(reads, arrays.version[op], strict=True):
-            # Another op reads an earlier version: rebuilding the last one would not serve it.
+            # Another op reads an earlier version, for which rebuilding the last one is no use.
             if version < len(chain[storage]) - 1 and storage not in arrays.writes[op]:
                 settled[storage] = False
         for storage in reads:
@@ -84,7 +85,7 @@ def origins(shape: Holes) -> Origins:
                 first_backward[storage] = min(first_backward[storage], op)
     # Each can be rebuilt just before op t for every t up to its expiry.
     expiry, droppable = [-1.0] * count, [False] * count
-    # Whatever the makers of a storage read is settled, and so complete, before the last of them.
+    # The inputs of a storage's makers are settled, and so complete, before the last maker.
     for storage in sorted(range(count), key=lambda s: chain[s][-1] if chain[s] else -1):
         if not shape.rebuildable[storage] or not settled[storage]:
             continue
@@ -92,7 +93,7 @@ def origins(shape: Holes) -> Origins:
         until = [shape.expires[op] for op in chain[storage]]
         expiry[storage] = min(until + [expiry[s] for s in sources if droppable[s]])
         droppable[storage] = expiry[storage] >= last_use[storage] and not bool(arrays.keep[storage])
-    # What a backward op still changes is not ours to move between the two passes.
+    # A storage that a backward op still changes must not move between the two passes.
     forward = [
         bool(ops) and forward_op[ops[0]] and ops[-1] <= last_forward[storage]
         for storage, ops in enumerate(chain)
@@ -101,16 +102,16 @@ def origins(shape: Holes) -> Origins:
 
 
 def dropping(origin: Origins, kept: Collection[int], transient: Collection[int] = ()) -> list[int]:
-    """Return the choice that drops, after its last forward use, what can be rebuilt and may go.
+    """Return the choice that drops all rebuildable storages after their last forward use.
 
     kept : storages made by the forward pass that stay
-    transient : storages that go again once something was rebuilt from them, the memory-centric way;
-        others stay once rebuilt
+    transient : storages that are dropped again once something was rebuilt from them (the
+        memory-centric way); others stay once rebuilt
     """
     shape, reads = origin.shape, origin.shape.graph.arrays.reads
     never = len(reads)
     choice = shape.natural()
-    # What others are rebuilt from stays after its own last use.
+    # Inputs of rebuilds stay after their own last use.
     for last in {first - 1 for first in shape.first if first}:
         if choice[last] == 0:
             choice[last] = KEEP
@@ -130,13 +131,13 @@ def dropping(origin: Origins, kept: Collection[int], transient: Collection[int] 
             origin.first_backward[other] == start and storage in sources.get(other, ())
             for other in reads[start]
         ):
-            # The op read it, and what was rebuilt from it.
+            # The op read it, and storages rebuilt from it.
             choice[hole] = never
     return choice
 
 
 def liveness(graph: Graph, *, budget_bytes: int | None) -> Plan:
-    """Keep each storage to its last use, as their first stage does, and reference counts do."""
+    """Keep each storage to its last use, as SuperNeurons' first stage and reference counts do."""
     shape = holes(graph)
     return emit(shape, simulate(shape, shape.natural()), planner="liveness")
 
@@ -147,7 +148,7 @@ def speed_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
 
 
 def memory_centric(graph: Graph, *, budget_bytes: int | None) -> Plan:
-    """Rebuild for each backward layer anew."""
+    """Rebuild again for each backward layer."""
     every = range(len(graph.storages))
     return _plan(graph, budget_bytes, "superneurons_memory", lambda origin, kept: every)
 
@@ -173,17 +174,17 @@ def checkpoints(graph: Graph, origin: Origins) -> set[int]:
     for op, record in enumerate(graph.ops):
         if record.phase == "forward":
             for storage in graph.arrays.reads[op]:
-                # Who changes it in place passes it on; only the others share it.
+                # An op that changes it in place passes it on; only other readers share it.
                 readers[storage] += storage not in graph.arrays.writes[op]
     inside = {s: ops[0] for s, ops in enumerate(origin.shape.chain) if origin.forward[s]}
     own = {storage for storage, op in inside.items() if is_checkpoint(graph, op)}
-    # Behind the last checkpoint comes the loss: the backward pass starts there, nothing can go.
+    # After the last checkpoint comes the loss: the backward pass starts there, nothing is dropped.
     last = max((inside[storage] for storage in own), default=0)
     return {s for s, op in inside.items() if s in own or readers[s] >= 2 or op > last}
 
 
 def segments(origin: Origins, kept: set[int]) -> list[set[int]]:
-    """Group what is dropped: storages made from each other without a checkpoint between."""
+    """Group dropped storages: those made from each other without a checkpoint between."""
     group: dict[int, set[int]] = {}
     for storage, makers in enumerate(origin.shape.chain):
         if not origin.forward[storage] or storage in kept or not origin.droppable[storage]:
@@ -197,7 +198,7 @@ def segments(origin: Origins, kept: set[int]) -> list[set[int]]:
 
 
 def _working_sets(graph: Graph) -> Iterator[int]:
-    # l_i: everything that op i touches or makes, weights aside, and its scratch memory.
+    # l_i: everything that op i reads or makes, except weights, and its scratch memory.
     arrays = graph.arrays
     for op, reads in enumerate(arrays.reads):
         used = {s for s in (*reads, *arrays.outputs[op]) if not arrays.resident[s]}
@@ -205,7 +206,7 @@ def _working_sets(graph: Graph) -> Iterator[int]:
 
 
 def _held_by_speed(graph: Graph, origin: Origins, segment: set[int]) -> int:
-    # The largest sum of what is left of a rebuilt segment and the backward op at work.
+    # The largest sum of a rebuilt segment's remaining storages and the running backward op.
     arrays, most = graph.arrays, 0
     readers = {origin.first_backward[s] for s in segment} | {origin.last_use[s] for s in segment}
     for op in readers:
@@ -225,7 +226,7 @@ def _plan(
     origin = origins(holes(graph))
     kept = checkpoints(graph, origin)
     shape, choice = origin.shape, dropping(origin, kept, transient(origin, kept))
-    # Nothing on the host yet: where each rebuild reads what, which windows depend on.
+    # With nothing on the host: shows where rebuilds read each storage, which windows depend on.
     plain = simulate(shape, choice)
 
     def draft(offloaded: Sequence[int]) -> Plan:
@@ -241,16 +242,16 @@ def _plan(
     drafts = []
     for size in range(_CACHE_SIZES + 1):
         drafts.append(draft(movable[: len(movable) * size // _CACHE_SIZES]))
-        # Transfers only cost: the smallest cache that does is the fastest.
+        # Transfers only cost time: the fewest that suffice are the fastest.
         if drafts[-1].peak_bytes <= budget_bytes or not movable:
             break
     return choose(drafts, budget_bytes)
 
 
 def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> list[int]:
-    """Return what convolutions make and ops read after the forward pass; oldest first.
+    """Return outputs of convolutions that are read after the forward pass, the oldest first.
 
-    Reruns read as well. None, if the device of the graph states no transfer speeds.
+    Reruns read as well. Empty if the graph's device states no transfer speeds.
     """
     graph, chain = origin.shape.graph, origin.shape.chain
     room = graph.device.pinned_bytes
@@ -263,7 +264,7 @@ def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> 
     for storage in sorted(read & set(kept)):
         size = int(graph.arrays.bytes[storage])
         held_outside = graph.arrays.keep[storage] or graph.arrays.held[storage]
-        # One that has no room is passed over: a smaller one after it may still have some.
+        # One that does not fit is skipped: a smaller one after it may still fit.
         has_room = room is None or held + size <= room
         if is_conv(graph, chain[storage][0]) and not held_outside and has_room:
             chosen.append(storage)
@@ -274,12 +275,12 @@ def _offloadable(origin: Origins, kept: Collection[int], schedule: Schedule) -> 
 def _windows(
     origin: Origins, offloaded: Sequence[int], plain: Schedule
 ) -> dict[int, tuple[int, int]]:
-    """Return when the memory of each is given back and taken again, by hole.
+    """Return when the memory of each is freed and allocated again, by hole.
 
-    A copy out is waited for before the next checkpoint layer, and a copy back starts before the
-    last such layer of the backward pass ahead of its reader, which may be one that runs again.
+    The step waits for a copy out before the next checkpoint layer, and starts a copy back before
+    the last such layer of the backward pass ahead of its reader, which may be a rerun.
 
-    plain : the step where all of them stay
+    plain : the schedule in which all of them stay
     """
     shape, graph, leaving = origin.shape, origin.shape.graph, set(offloaded)
     steps = [op for op in range(len(graph.ops)) if is_checkpoint(graph, op)]
@@ -307,7 +308,7 @@ def _windows(
 
 
 def _begun_early(shape: Holes, schedule: Schedule) -> Schedule:
-    """Start copies out as soon as what they copy is complete; it is read in the meantime."""
+    """Start copies out as soon as their storage is complete; ops may read it meanwhile."""
     fetched = {copy.storage: copy.fetched for copy in schedule.host_copies}
     first: dict[int, int] = {}
     read: dict[int, int] = {}
@@ -319,7 +320,7 @@ def _begun_early(shape: Holes, schedule: Schedule) -> Schedule:
     copies = (
         replace(copy, left=first[shape.chain[copy.storage][-1]]) for copy in schedule.host_copies
     )
-    # One lane brings all of them back: what is read first comes first.
+    # One lane brings all of them back: in the order of their readers.
     return replace(
         schedule,
         host_copies=tuple(sorted(copies, key=lambda copy: read.get(copy.storage, copy.fetched))),
@@ -327,9 +328,9 @@ def _begun_early(shape: Holes, schedule: Schedule) -> Schedule:
 
 
 def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
-    """Return the fastest plan that keeps the budget; where none does, the one of least peak.
+    """Return the fastest plan that keeps the budget; if none does, the one with the smallest peak.
 
-    Without a budget it is the one of least peak too: that is what these policies are for.
+    Without a budget, also the one with the smallest peak: that is what these policies are for.
     """
     candidates = list(plans)
     least = min(candidates, key=lambda plan: (plan.peak_bytes, plan.seconds))
@@ -340,10 +341,10 @@ def choose(plans: Iterable[Plan], budget_bytes: int | None) -> Plan:
 
 
 def sqrt_n(graph: Graph, *, budget_bytes: int | None) -> Plan:
-    """Cut into sqrt(n) segments of as many forward ops each; of as many bytes if that is too much.
+    """Cut into sqrt(n) segments of equally many forward ops; of equal bytes if that is too much.
 
-    Where layers differ, the largest of the equal numbers sets the peak. Segments of `s` bytes each
-    hold `total / s` cuts and one segment, which is least at the root of total times a cut's bytes.
+    If layers differ, the largest segment sets the peak. Segments of `s` bytes each hold `total / s`
+    cuts and one segment, which is minimal at the root of total times a cut's bytes.
     """
     origin = origins(holes(graph))
     plans = []
@@ -355,7 +356,7 @@ def sqrt_n(graph: Graph, *, budget_bytes: int | None) -> Plan:
 
 
 def sqrt_n_choices(origin: Origins) -> Iterator[list[int]]:
-    """Yield the choice of segments of as many forward ops, and then of as many bytes."""
+    """Yield the choice of segments of equally many forward ops, then of equal bytes."""
     graph = origin.shape.graph
     forward = [op for op, record in enumerate(graph.ops) if record.phase == "forward"]
     crossing = crossing_bytes(origin)
@@ -380,12 +381,12 @@ def crossing_bytes(origin: Origins) -> Ints:
 
 def narrowest(crossing: Ints, window: Sequence[int]) -> int:
     """Return the op of a window after which a cut keeps the fewest bytes."""
-    # The last of equals, so that segments do not shrink.
+    # The last of equal ones, so that segments do not shrink.
     return min(reversed(window), key=lambda op: int(crossing[op]))
 
 
 def cuts_by_bytes(graph: Graph, forward: Sequence[int], crossing: Ints, size: float) -> list[int]:
-    """Return where to cut so that each segment makes so many bytes: algorithm 3 of the paper."""
+    """Return where to cut so that each segment makes `size` bytes: algorithm 3 of the paper."""
     cuts, window, held = list[int](), list[int](), 0
     for op in forward:
         held += sum(int(graph.arrays.bytes[output]) for output in graph.arrays.outputs[op])
@@ -409,14 +410,14 @@ def of_cuts(origin: Origins, cuts: Sequence[int]) -> list[int]:
         if not is_forward:
             continue
         start = int(np.searchsorted(borders, origin.shape.chain[storage][0]))
-        # The last segment is used at once: dropping it would only cost.
+        # The last segment is used immediately: dropping it would only cost time.
         if start == len(borders) or borders[start] < origin.last_forward[storage]:
             kept.add(storage)
     return dropping(origin, kept)
 
 
 def is_conv(graph: Graph, op: int) -> bool:
-    """Whether the op convolves; without a kind, whether arithmetic bounds it."""
+    """Whether the op is a convolution; without a kind, whether it is compute-bound."""
     kind = graph.ops[op].kind.lower()
     return bool(_CONV.search(kind)) if kind else _dense(graph, op)
 
@@ -424,9 +425,9 @@ def is_conv(graph: Graph, op: int) -> bool:
 def is_checkpoint(graph: Graph, op: int) -> bool:
     """Whether the op is of the types SuperNeurons keeps: CONV, FC, JOIN, FORK, CONCAT.
 
-    A sum of two activations is a join; the sum of one and a parameter is not.
+    A sum of two activations is a join; the sum of an activation and a parameter is not.
     """
-    # `\b` finds no edge of a word at an underscore.
+    # `\b` does not match at an underscore.
     kind = graph.ops[op].kind.lower().replace("_", " ").replace(".", " ")
     if not kind:
         return _dense(graph, op)
@@ -460,5 +461,5 @@ def names() -> tuple[str, ...]:
 
 
 def policy(name: str) -> Policy:
-    """Return the policy of this name; raises KeyError for another name."""
+    """Return the policy of this name; raise KeyError for an unknown name."""
     return _POLICIES[name]

@@ -1,8 +1,8 @@
-"""From decisions to actions: what runs again when, what is held how long, and what that costs.
+"""Simulate decisions: what is rerun when, how long storages are held, and the cost.
 
 A choice says for each hole of each storage: keep, or drop. The ops run in their order. Before an
-op, what it needs and is not on the device is rebuilt, by all ops that this takes, in their order.
-What a rebuild makes on the way may be held for its own next use or dropped again; that is the
+op, its inputs that are not on the device are rebuilt, by all ops that this takes, in their order.
+Intermediate results of a rebuild may be held for their own next use or dropped again; that is the
 number of the choice:
 
     KEEP (-1)      the storage stays through the hole
@@ -12,7 +12,7 @@ number of the choice:
 memory-centric one (rebuild for each use), and values between give the nested checkpoints of
 multi-level schedules, where a second-level checkpoint is held only while its segment is at work.
 
-Storages leave right after the last run that touches them, so the memory at any run follows from
+Storages are freed right after the last run that touches them, so the memory at any run follows from
 the intervals between first and last touch alone.
 
 The loops are in the C++ extension (csrc/memory); `tests/oracles` has them in plain Python, some
@@ -36,25 +36,24 @@ from ..graph.graph import Floats, Graph, Ints, Ints32
 from ..graph.liveness import Holes, baseline_seconds, unplanned_bytes
 from .plan import Action, Decision, Plan
 
-# Units of work for each op of a simulation, most of them to bring its schedule to Python.
+# Units of work per op of a simulation, most of them for converting its schedule to Python.
 AROUND = 10
 Moves = Mapping[int, tuple[int, int]]
-# When a search is to end: what says so, or units of work.
+# When a search ends: a predicate, or units of work.
 Until = Callable[[], bool] | int
 
 
 def simulate(
     holes: Holes, choice: Sequence[int], moves: Mapping[int, tuple[int, int]] | None = None
 ) -> Schedule:
-    """Carry a choice out; `choice` has one number per hole.
+    """Simulate a choice; `choice` has one number per hole.
 
-    `moves` are the holes that are spent on the host: the op after which the device memory is given
-    back and the op before which it is taken again.
-
-    A rebuild that needs what is on the host fetches it at once, earlier than `moves` says.
+    `moves` are the holes that are spent on the host: the op after which the device memory is freed
+    and the op before which it is allocated again.
+    A rebuild that needs a storage on the host fetches it immediately, earlier than in `moves`.
 
     Raises Impossible if a rebuild would have to run an op whose inputs have changed since, or would
-    need what cannot be made again.
+    need a storage that cannot be rebuilt.
     """
     spend(AROUND * len(holes.graph.ops))
     schedule = compiled(holes).simulate(choice, moves)
@@ -66,17 +65,17 @@ def simulate(
 def simulate_moved(
     holes: Holes, choice: Sequence[int], moved: Mapping[int, int]
 ) -> tuple[Schedule, dict[int, tuple[int, int]]]:
-    """Carry a choice out with holes spent on the host; return the schedule and the windows.
+    """Simulate a choice with holes spent on the host; return the schedule and the windows.
 
-    Rebuilds may need a storage earlier than its own next use. Simulated once, that moment is known,
-    and the copy back gets a window that ends there. Raises Impossible as `simulate` does.
+    Rebuilds may need a storage earlier than its own next use. A first simulation shows when, and
+    the copy back gets a window that ends there. Raises Impossible as `simulate` does.
     """
     first = windows(holes, moved)
     schedule = simulate(holes, choice, first)
     needed = {}
     for hole, (_, back) in first.items():
         storage = holes.storage[hole]
-        # Of a storage's stays on the host, the one that begins with this hole.
+        # The one of the storage's stays on the host that begins with this hole.
         for host_copy in schedule.host_copies:
             mine = host_copy.storage == storage and schedule.at[host_copy.left] == holes.start[hole]
             if mine and schedule.at[host_copy.fetched] < back:
@@ -91,7 +90,7 @@ class Compiled:
     """The holes of a graph in the extension. For one thread at a time.
 
     core : the extension
-    holes : what it is to work on
+    holes : of the graph
     """
 
     def __init__(self, core: Any, holes: Holes) -> None:
@@ -106,7 +105,7 @@ class Compiled:
             _column(holes.storage),
             _column(holes.start),
             _column(holes.end),
-            # Infinity is no int64; the number of ops means never as well.
+            # Infinity has no int64; the number of ops means never as well.
             _column(int(min(op, last)) for op in holes.expires),
             _column(holes.bytes),
             _column(holes.workspace),
@@ -118,18 +117,18 @@ class Compiled:
             holes.graph.base_bytes,
         )
         self._leaves = _column(map(holes.may_leave, range(holes.count)))
-        # Rebuilds for one hole that take longer than the whole step are not worth a try.
+        # Rebuilds for one hole that take longer than the whole step are not tried.
         self._dear = sum(holes.seconds)
-        # Ops, one more for the end, and KEEP, which is -1, at its end.
+        # Op numbers, one more for the end, and last KEEP, which is -1.
         self._numbers = [*range(last + 1), -1]
 
     def simulate(self, choice: Sequence[int], moves: Moves | None) -> Schedule | None:
-        """Return what a choice leads to; None for one that is impossible."""
+        """Return the schedule of a choice; None if it is impossible."""
         simulated = self._core.simulate(self._tables, _column(choice), _moves(moves))
         if simulated is None:
             return None
         ops, at, intervals, live, host_copies, seconds = simulated
-        # The extension's rows begin with the hole, which a schedule has no use for.
+        # The extension's rows begin with the hole, which a schedule does not need.
         rows = np.frombuffer(host_copies, np.int32).reshape(-1, 5)[:, 1:]
         return Schedule(
             self._listed(np.frombuffer(ops, np.int32)),
@@ -159,9 +158,9 @@ class Compiled:
         return self._listed(held) if has_fit else None
 
     def _listed(self, numbers: Ints | Ints32) -> list[int]:
-        """Return numbers of ops, or KEEP, as a list; equal ones are one object in all lists.
+        """Return numbers of ops, or KEEP, as a list that shares equal int objects.
 
-        Many schedules of one graph are held at a time, and a number of its own takes 28 bytes.
+        Many schedules of one graph are held at a time, and each new int object takes 28 bytes.
         """
         return list(map(self._numbers.__getitem__, numbers.tolist()))
 
@@ -211,7 +210,7 @@ class Compiled:
 
 
 def compiled(holes: Holes) -> Compiled:
-    """Return holes in the extension, handed over once."""
+    """Return the holes in the extension, transferred once."""
     if "compiled" not in holes.memo:
         holes.memo["compiled"] = Compiled(core(), holes)
     handle: Compiled = holes.memo["compiled"]
@@ -238,7 +237,7 @@ def emit(
     budget_bytes: int | None = None,
 ) -> Plan:
     """Return the plan of a schedule."""
-    # Without ops nothing runs, and the peak is what is resident.
+    # Without ops nothing runs, and the peak is the resident bytes.
     plan = finished_plan(
         shape.graph,
         _actions(shape, schedule),
@@ -257,7 +256,7 @@ def finished_plan(
     peak_bytes: int,
     seconds: float,
 ) -> Plan:
-    """Return a plan with what follows from its graph; its bound is that of all ops run once."""
+    """Return a plan with the fields that follow from its graph; its bound: all ops run once."""
     bound = sum(min(options) for options in graph.arrays.seconds)
     return Plan(
         actions=tuple(actions),
@@ -265,7 +264,7 @@ def finished_plan(
         planner=planner,
         peak_bytes=peak_bytes,
         seconds=seconds,
-        # Both are sums of the same terms in another order; a bound above by rounding is no bound.
+        # Both sum the same terms in another order, and rounding must not lift the bound above.
         lower_bound_seconds=min(bound, seconds),
         baseline_peak_bytes=unplanned_bytes(graph),
         baseline_seconds=baseline_seconds(graph),
@@ -275,9 +274,9 @@ def finished_plan(
 
 
 def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...]:
-    """Return the decisions that actions amount to, by how often each storage is made.
+    """Return the decisions that actions imply, by how often each storage is made.
 
-    It is made whenever an op puts it out while it is not on the device.
+    It is made whenever an op outputs it while it is not on the device.
     """
     arrays, device = graph.arrays, graph.device
     times_made: Counter[int] = Counter()
@@ -291,10 +290,10 @@ def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...
             fresh = [storage for storage in arrays.outputs[op] if storage not in present]
             present.update(fresh)
             times_made.update(fresh)
-            # A write in place makes nothing anew, and its rerun is paid for what it writes.
+            # An in-place write makes no storage; the cost of its rerun counts for what it writes.
             changed = fresh or arrays.writes[op]
             for storage in changed if op in ran else ():
-                # Several storages that come out of one rerun share its seconds.
+                # Several storages made by one rerun share its seconds.
                 share = arrays.seconds[op][way] / len(changed)
                 cost[storage] = cost.get(storage, 0.0) + share
             ran.add(op)
@@ -308,7 +307,7 @@ def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...
             present.add(storage)
     result = []
     for number, record in enumerate(graph.storages):
-        # Resident ones are never made, and nothing is decided of them.
+        # Resident ones are never made, so there is no decision about them.
         times, size = times_made[number], int(arrays.bytes[number])
         if not times:
             continue
@@ -327,7 +326,7 @@ def decisions_of(graph: Graph, actions: Iterable[Action]) -> tuple[Decision, ...
 
 
 def _actions(holes: Holes, schedule: Schedule) -> tuple[Action, ...]:
-    """Write a schedule down as the actions of a plan."""
+    """Convert a schedule to the actions of a plan."""
     graph = holes.graph
     ways = schedule.ways or (0,) * len(schedule.ops)
     names = [storage.name for storage in graph.storages]
@@ -339,7 +338,7 @@ def _actions(holes: Holes, schedule: Schedule) -> tuple[Action, ...]:
         after[host_copy.left].append(Action("offload", names[host_copy.storage]))
         before[host_copy.fetched].append(Action("prefetch", names[host_copy.storage]))
     for storage, _, run in schedule.intervals.tolist():
-        # What is kept stays after the last run.
+        # Kept storages stay after the last run.
         if run != end or not graph.storages[storage].keep:
             after[run].append(Action("free", names[storage]))
     result: list[Action] = []

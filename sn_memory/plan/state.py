@@ -1,10 +1,10 @@
-"""What of parameters and optimizer state lies on the host, planned together with the activations.
+"""Which parameters and optimizer state are on the host, planned together with the activations.
 
 The state of a parameter is moved once per step, the parameter itself twice or more: so states go to
-the host first, the largest first, and parameters after all states. How many of these is searched:
-more of them cost transfers, fewer leave less room for activations. For each number the graph is
-planned as any other (what to rebuild, what to fetch again), and its copies are started ahead; the
-number whose step ends first on its lanes - ops, fetches, stores, the host's updates - is taken.
+the host first, the largest first, and parameters after all states. Their number is searched: more
+of them cost transfers, fewer leave less room for activations. For each number the graph is planned
+like any other (what to rebuild, what to fetch again), and copies are started early; the number
+whose step ends first on its lanes - ops, fetches, stores, the host's updates - is taken.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from .buffers import live_bytes
 from .copies import LaneSeconds, seconds_on_lanes, spread_copies
 from .plan import BudgetError, Plan
 
-# Numbers of units on the host that are planned, between the fewest and the most: each is a search.
+# How many numbers of units on the host are tried between the fewest and all: each is a search.
 TRIED = 3
-# The fewest that keep the budget are found to this part of all: each halving is a search.
+# The fewest that keep the budget are found to this share of all: each halving is a search.
 GRAIN = 1 / 256
 
 Planner = Callable[[Graph, int], Plan]
@@ -35,12 +35,12 @@ class StatePlan:
     graph : the step with its updates; see `with_state`.
     plan : a plan of it. Its `seconds` count copies as ops.
     places : per parameter that may move: `device`, `state` or `host`.
-    lanes : when it ends, copies on their lanes
-    step_peak_bytes : the most that is live while the optimizer's step updates what is on the host,
-        one parameter after the other; 0 where all updates are in the plan.
-    updaters : per parameter that is trained and of which something lies on the host, who updates
-        it: `device`, `host` or `in place`.
-    step_s : seconds of the optimizer's step, whose copies overlap with updates; 0 where all updates
+    lanes : when it ends, with copies on their lanes
+    step_peak_bytes : the most live bytes while the optimizer's step updates what is on the host,
+        one parameter after the other; 0 if all updates are in the plan.
+    updaters : per trained parameter with something on the host, what updates it: `device`, `host`
+        or `in place`.
+    step_s : seconds of the optimizer's step, whose copies overlap with updates; 0 if all updates
         are in the plan.
     """
 
@@ -54,7 +54,7 @@ class StatePlan:
 
     @property
     def seconds(self) -> float:
-        """When all of it has ended."""
+        """When everything has ended."""
         return self.lanes.seconds + self.step_s
 
 
@@ -68,21 +68,21 @@ def plan_state(
     by: str = "device",
     places: Sequence[str] = ("state", "host"),
 ) -> StatePlan:
-    """Return the fastest plan found of a step with its updates, over what of the state moves.
+    """Return the fastest plan found of a step with its updates, over the state that moves.
 
     graph : forward and backward pass
     units : its parameters
-    budget_bytes : the most that is live on the device
-    planner : plans a graph within so many bytes; raises BudgetError
+    budget_bytes : the most live bytes on the device
+    planner : plans a graph within a number of bytes; raises BudgetError
     update : as in `with_state`
-    by : who updates what lies on the host
-    places : where what moves may lie; see `with_state`
+    by : what updates the units on the host
+    places : the allowed places of what moves; see `with_state`
 
-    Raises BudgetError if even with all of it on the host no plan keeps the budget.
+    Raises BudgetError if no plan keeps the budget even with all state on the host.
     """
     moves = [move for move in moves_of(graph, units) if move[1] in places]
     updaters = {unit.parameter: by for unit in units}
-    # A plan of a deep net is tens of thousands of actions: none is held but the best so far.
+    # A plan of a deep net has tens of thousands of actions: hold only the best so far.
     best: StatePlan | None = None
     keeps: dict[int, bool] = {}
 
@@ -90,7 +90,7 @@ def plan_state(
         return state_plan.seconds, state_plan.lanes.copies_s
 
     def kept(count: int) -> bool:
-        """Plan with so many on the host; whether that keeps the budget."""
+        """Plan with `count` on the host; return whether that keeps the budget."""
         nonlocal best
         if count not in keeps:
             try:
@@ -105,12 +105,12 @@ def plan_state(
                 keeps[count] = False
                 return False
             keeps[count] = True
-            # Of two that end together the one that copies less.
+            # Of two with the same end, the one that copies less.
             if best is None or ends(state_plan) < ends(best):
                 best = state_plan
         return keeps[count]
 
-    # First, as it raises where no number of units keeps the budget.
+    # First, as it raises if no number of units keeps the budget.
     kept(len(moves))
     low, high = 0, len(moves)
     if kept(0):
@@ -122,7 +122,7 @@ def plan_state(
             high = middle
         else:
             low = middle
-    # More than the fewest may be faster: what they make room for need not run again.
+    # More than the fewest may be faster: with more room, less has to be recomputed.
     for part in range(1, TRIED + 1):
         kept(high + (len(moves) - high) * part // (TRIED + 1))
     assert best is not None
@@ -130,7 +130,7 @@ def plan_state(
 
 
 def moves_of(graph: Graph, units: Sequence[Unit]) -> list[tuple[str, str]]:
-    """Return what may move to the host, in the order in which it does: (parameter, place)."""
+    """Return what may move to the host, in this order: (parameter, place)."""
     able = [unit for unit in units if unit.movable]
     size = {
         unit.parameter: graph.storages[graph.storage_index[unit.parameter]].bytes for unit in able
@@ -149,11 +149,11 @@ def planned_with(
     graph: Graph, units: Sequence[Unit], places: Mapping[str, str], budget_bytes: int,
     planner: Planner, *, update: str = "backward", updaters: Mapping[str, str] | None = None,
 ) -> StatePlan:  # fmt: skip
-    """Return a plan with this on the host; raises BudgetError."""
+    """Return a plan with these places; raise BudgetError if none keeps the budget."""
     by = updaters or {}
     extended = with_state(graph, units, places, update=update, updaters=by)
     later = step_peak(extended, units, places, by) if update == "step" else 0
-    # Before any search: no plan of the graph makes the optimizer's step smaller.
+    # Before any search: no plan of the graph reduces the optimizer's step.
     if later > budget_bytes:
         raise BudgetError(
             f"the optimizer's step needs {show_bytes(later)}, for what stays on the device and the "
@@ -177,13 +177,13 @@ def planned_with(
 
 
 def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[int, int]:
-    """Return what the update of a unit brings to the device, and the scratch memory it needs there.
+    """Return the bytes that a unit's update copies to the device, and its scratch memory there.
 
-    size : bytes of its parameter, as many as of its gradient
+    size : bytes of its parameter, and of its gradient
     """
     if place == "device":
         return 0, unit.scratch_bytes
-    # The gradient was stored when it was complete, and comes back; so does a parameter on the host.
+    # The gradient was stored when complete, and is copied back; so is a parameter on the host.
     brought = (size if place == "state" else 2 * size) + unit.state_bytes
     return brought if by == "device" else 0, scratch_bytes(unit, by)
 
@@ -191,9 +191,9 @@ def step_bytes(unit: Unit, place: str, size: int, by: str = "device") -> tuple[i
 def step_peak(
     graph: Graph, units: Sequence[Unit], places: Mapping[str, str], updaters: Mapping[str, str]
 ) -> int:
-    """Return the most that is live in the optimizer's step; one update after the other.
+    """Return the peak of the optimizer's step, with one update after the other.
 
-    Resident storages are there, gradients that stay on the device, and the parameter, gradient,
+    Live are resident storages, gradients that stay on the device, and the parameter, gradient,
     state and scratch memory of one unit.
     """
     size = {storage.name: storage.bytes for storage in graph.storages}
@@ -212,7 +212,7 @@ def step_peak(
 def step_seconds(
     graph: Graph, units: Sequence[Unit], places: Mapping[str, str], updaters: Mapping[str, str]
 ) -> float:
-    """Return the seconds of the optimizer's step: those of the lane that takes longest."""
+    """Return the seconds of the optimizer's step: those of its slowest lane."""
     ops = host = 0.0
     back_bytes = out_bytes = 0
     for unit in units:
@@ -220,7 +220,7 @@ def step_seconds(
             continue
         size = graph.storages[graph.storage_index[unit.parameter]].bytes
         place, by = places[unit.parameter], updaters.get(unit.parameter, "device")
-        # What the host updates is there already; a parameter that rests on the device comes back.
+        # Updates by the host need no copy to it; a parameter kept on the device is copied back.
         if by == "host":
             host += update_seconds(unit, by)
             back_bytes += size if place == "state" else 0
@@ -229,7 +229,7 @@ def step_seconds(
         back_bytes += step_bytes(unit, place, size, by)[0]
         if place != "device" and by == "device":
             out_bytes += unit.state_bytes + (size if place == "host" else 0)
-    # Where the device states no speed, copies take no time; the ops are what is known.
+    # If the device states no speeds, copies take no time; only ops count.
     device = graph.device
     back = back_bytes / (device.to_device_bytes_per_s or math.inf)
     out = out_bytes / (device.to_host_bytes_per_s or math.inf)

@@ -1,1 +1,1 @@
-"""Addresses in one arena for buffers whose lifetimes are known; `csv` reads and writes them."""
+"""Packing buffers with known lifetimes into one arena; reading and writing them as CSV."""

@@ -1,13 +1,13 @@
-"""Addresses in one arena for buffers whose lifetimes are known: `pack` and `arrange`.
+"""Assign offsets in one arena to buffers with known lifetimes: `pack` and `arrange`.
 
-An allocator that sees requests one by one leaves holes; measured on the files of MiniMalloc it
-needs 1.2 to 1.9 times the bytes that are ever live. Whoever plans ahead knows all lifetimes, and
-can do what this module does, in this order: the lower bound (the largest sum of live sizes), the
-best of several greedy rules, and if they do not meet, an exact search (`Searcher`).
+An allocator that sees requests one by one leaves holes; measured on the files of MiniMalloc, it
+needs 1.2 to 1.9 times the peak of live bytes. With all lifetimes known in advance, this module
+computes, in this order: the lower bound (the largest sum of live sizes), the best of several greedy
+rules, and if they differ, an exact search (`Searcher`).
 
-The search is restarted with other orders until one is quick: run times of such searches vary by
+The search is restarted with other orders until one is fast: run times of such searches vary by
 factors of thousands with the order, and most problems have some orders that take milliseconds. The
-limit of a run grows, so that in the end one either finds a packing or proves that there is none.
+limit of a run grows, so that in the end a run either finds a packing or proves that there is none.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from ..base.progress import counting, now, report_progress, spend
 from .problem import Ints, Problem, read_problem
 
 UNIT: Final = 1 << 20
-"""Weight of one ended branch, and the weight every section starts with."""
+"""Weight of one failed branch, and the initial weight of every section."""
 
-# More than any search looks at.
+# More than any search examines.
 ALL: Final = 2**62
 
 
-# First fit takes seconds for 100,000 buffers and promises nothing of the height. Each rule sorts
-# the buffers and puts them one by one at the lowest free offset. No rule is best everywhere: `size`
-# (large first) wins on scattered lives, `start` (what an allocator does at run time) and `length`
-# (long-lived first) on lives that nest, as activations do in training.
-# The keys of each sort, the most important one last as np.lexsort wants it.
+# First fit takes seconds for 100,000 buffers and guarantees no height. Each rule sorts the buffers
+# and puts them one by one at the lowest free offset. No rule is best everywhere: `size` (large
+# first) is best for scattered lifetimes, `start` (like an allocator at run time) and `length`
+# (long-lived first) for nested lifetimes, such as activations in training.
+# The keys of each sort, the most important one last as np.lexsort requires.
 RULES: Final[dict[str, Callable[[Problem], tuple[Ints, ...]]]] = {
     "size": lambda p: (-(p.upper - p.lower), -p.size),
     "length": lambda p: (-p.size, -(p.upper - p.lower)),
     "start": lambda p: (-p.size, p.lower),
-    # As a product this may pass 64 bits; the sum of logarithms sorts the same.
+    # The product may exceed 64 bits; the sum of logarithms has the same order.
     "area": lambda p: (
         -p.size,
         -np.rint((np.log2(np.maximum(p.size, 1)) + np.log2(p.upper - p.lower)) * 2**40).astype(
@@ -57,7 +57,7 @@ def order_by(problem: Problem, rule: str) -> Ints:
 
 
 def first_fit(problem: Problem, order: Ints) -> Ints:
-    """Put each buffer, in this order, at the lowest aligned offset free for its life: [n] int64."""
+    """Put each buffer, in order, at the lowest aligned offset free in its lifetime: [n] int64."""
     offsets = np.zeros(len(problem), np.int64)
     core().first_fit(
         problem.first,
@@ -72,7 +72,7 @@ def first_fit(problem: Problem, order: Ints) -> Ints:
 
 
 class Verdict(IntEnum):
-    """What a search knows so far."""
+    """The state of a search."""
 
     IMPOSSIBLE = 0
     FOUND = 1
@@ -80,7 +80,7 @@ class Verdict(IntEnum):
 
 
 class Rule(IntEnum):
-    """Which section the next buffer is picked from: the lowest, or low and heavy in one score."""
+    """The section to pick the next buffer from: the lowest, or a score of low and heavy."""
 
     LOWEST = 0
     WEIGHTED = 1
@@ -90,24 +90,25 @@ class Searcher:
     """Starts searches on one problem; its lists are built once.
 
     The ideas are MiniMalloc's (Moffitt, ASPLOS 2023): only packings where nothing can be pushed
-    down are of interest, bounds are inferred section by section, parts that share no time are
-    solved apart. What differs is the branching, which is on one buffer at a time:
+    down are considered, bounds are inferred section by section, parts that share no time are solved
+    separately. The branching differs; it is on one buffer at a time:
 
-    - `least[i]` is an offset below which buffer i lies in no packing of this branch. Pick a buffer
-      i such that no other unplaced one fits beneath `least[i]`. In a packing where nothing can be
-      pushed down, i either lies at `least[i]`, or it rests on another unplaced buffer k, hence at
-      or above `least[k] + size[k]`. These are the two branches; the second one raises `least[i]`,
-      so a refuted choice is never met again. If nothing else wants that place, the first branch is
-      the only one.
-    - In one section the buffers follow each other upwards, so sorted by `least` they must end
-      within the capacity. If placing the lowest leaves `slack` bytes to waste, a buffer whose
-      `least` is higher by more than that cannot be the lowest one, hence rests on another.
-    - When the rest falls apart in time, each part is solved on its own: a part that fails refutes
-      the choices made before the split, and the choices inside a solved part are forgotten.
 
-    Which buffer is picked decides between milliseconds and hours, so `pool` restarts the search
-    with other orders. Sections that ended a branch gain weight, and `weighted` goes to the heavy
-    ones first.
+    - `least[i]` is a lower bound for the offset of buffer i in this branch. Pick a buffer i such
+      that no other unplaced one fits beneath `least[i]`. In a packing where nothing can be pushed
+      down, i is either at `least[i]`, or it rests on another unplaced buffer k, hence at or above
+      `least[k] + size[k]`. These are the two branches; the second one raises `least[i]`, so a
+      refuted choice never recurs. If nothing else can take that place, there is only the first
+      branch.
+    - The buffers of a section are stacked, so sorted by `least` they must end within the capacity.
+      If placing the lowest leaves `slack` bytes to waste, a buffer whose `least` is higher by more
+      than that cannot be the lowest one, hence rests on another.
+    - When the rest separates in time, each part is solved independently: a part that fails refutes
+      the choices made before the split, and the choices inside a solved part are dropped.
+
+    The order in which buffers are picked makes the difference between milliseconds and hours, so
+    `pack` restarts the search with other orders. Sections where a branch failed gain weight, and
+    `weighted` picks from heavy ones first.
 
     problem : at least one buffer, all sizes above 0
     """
@@ -119,7 +120,7 @@ class Searcher:
         )
 
     def start(self, capacity: int, rule: Rule, rank: Ints, weights: Ints) -> Search:
-        """Start one; of two buffers equally low the one of lesser `rank` goes first."""
+        """Start a search; of two equally low buffers, the one of lower `rank` goes first."""
         handle = core().search(self._prepared, capacity, int(rule), rank, weights)
         return Search(handle, len(self.problem), self.problem.sections)
 
@@ -127,9 +128,9 @@ class Searcher:
 class Search:
     """A search that can be interrupted.
 
-    `run` goes on for at most `decisions` of them, and stops soon after having examined `work`
-    buffers, in the middle of a decision too; called again, it resumes. `spent` are the decisions so
-    far, where one that examined far more buffers than usual counts several times.
+    `run` makes at most `decisions`, and stops soon after having examined `work` buffers, even in
+    the middle of a decision; called again, it resumes. `spent` are the decisions so far; one that
+    examined far more buffers than usual counts several times.
     """
 
     def __init__(self, handle: Any, count: int, sections: int) -> None:
@@ -141,7 +142,7 @@ class Search:
         return Verdict(verdict)
 
     def read(self) -> tuple[Ints, Ints]:
-        """Return the offsets, once they were found, and the weights of the sections."""
+        """Return the offsets, once found, and the weights of the sections."""
         offsets, weights = (np.zeros(count, np.int64) for count in self._shape)
         core().read(self._handle, offsets, weights)
         return offsets, weights
@@ -149,27 +150,27 @@ class Search:
 
 # Lists of neighbours for more pairs than this would fill gigabytes; greedy rules need none.
 _SEARCHABLE_PAIRS: Final = 4_000_000
-# Decisions, and buffers examined, between two looks at the clock: a millisecond.
+# Decisions, and buffers examined, between two checks of the clock: a millisecond.
 _SLICE: Final = 64
 _WORK: Final = 20_000
-# Units of work of a decision, and of a buffer that first fit puts somewhere.
+# Units of work per decision, and per buffer placed by first fit.
 _DECISION: Final = 300
 _PUT: Final = 20
-# A run ends after 500 decisions and this many for each buffer; every few runs the limit grows.
+# A run ends after 500 decisions plus this many per buffer; every few runs the limit grows.
 _RUN: Final = 5
 _GROWTH: Final = 1.5
-# The first runs follow plain keys; later ones disturb them by this standard deviation.
+# The first runs use plain keys; later ones perturb them with this standard deviation.
 _NOISE: Final = 0.2
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where buffers go, and how good that is.
+    """Offsets of buffers, and the quality of the packing.
 
-    offsets : one for each buffer, in the order given, in bytes
+    offsets : one for each buffer, in the given order, in bytes
     height : the bytes of the arena: the largest end of any buffer
     lower_bound : no packing is lower
-    seconds : seconds it took, counted as the time limit is
+    seconds : seconds it took, measured like the time limit
     """
 
     offsets: tuple[int, ...]
@@ -190,33 +191,32 @@ def pack(
     time_limit_s: float = 10.0,
     deterministic: bool = False,
 ) -> list[int]:
-    """Return an offset for each buffer, so that no two that are alive together overlap.
+    """Return an offset for each buffer, so that no two buffers live at the same time overlap.
 
     Parameters
     ----------
     buffers
-        Rows of (lower, upper, size) or (lower, upper, size, alignment), whole numbers: alive in
-        the half-open [lower, upper), `size` bytes, offset a multiple of `alignment`.
+        Rows of (lower, upper, size) or (lower, upper, size, alignment), whole numbers: live in the
+        half-open [lower, upper), `size` bytes, offset a multiple of `alignment`.
     capacity
-        Bytes of the arena. None: as few as can be found in the time.
+        Bytes of the arena. None: as few as can be found in the time limit.
     time_limit_s
-        Seconds in all, on the wall, as everywhere in sn_memory. The first greedy rule is carried to
-        its end whatever they are.
+        Wall-clock seconds in total. The first greedy rule always runs to its end.
     deterministic
-        Count work in place of seconds, as `plan_graph` does: what is found is the same on any
-        machine, whatever its load.
+        Count work instead of seconds, as in `plan_graph`: the result is the same on any machine,
+        whatever its load.
 
     Raises
     ------
     PackError
-        A buffer that makes no sense, or a setting out of range.
+        For an invalid buffer, or a setting out of range.
     CapacityError
-        With a capacity: no packing within it was found. `proved` says whether there is none or
-        only the time ran out.
+        With a capacity, if no packing within it was found. `proved` says whether there is none, or
+        only time ran out.
 
     Examples
     --------
-    At no moment more than eight bytes are live, and eight are enough:
+    At most eight bytes are live at any time, and eight suffice:
 
     >>> pack([(0, 2, 4), (1, 3, 4), (2, 4, 4)], capacity=8)
     [0, 4, 0]
@@ -232,10 +232,10 @@ def arrange(
     time_limit_s: float = 10.0,
     deterministic: bool = False,
 ) -> Packing:
-    """Return what `pack` returns together with its height and the lower bound.
+    """Return the offsets of `pack` together with the height and the lower bound.
 
-    Takes and raises what `pack` does. The lower bound is the largest sum of live sizes, or what the
-    search has proved beyond it.
+    Parameters and errors are those of `pack`. The lower bound is the largest sum of live sizes, or
+    a higher bound proved by the search.
 
     Examples
     --------
@@ -252,7 +252,7 @@ def arrange(
 
 def _arranged(problem: Problem, capacity: int | None, time_limit_s: float) -> Packing:
     began = now()
-    # Empty buffers lie anywhere; what is left is packed part by part.
+    # Empty buffers can be anywhere; the rest is packed part by part.
     full = np.flatnonzero(problem.size)
     solid = problem.only(full)
     deadline = began + time_limit_s
@@ -278,7 +278,7 @@ class _Part:
     def __init__(self, problem: Problem, chosen: Ints, began: float, deadline: float) -> None:
         self.problem, self.chosen, self.began = problem, chosen, began
         self.grain = problem.grain
-        # All offsets and sizes are multiples of the grain, and so is every height.
+        # All offsets and sizes are multiples of the grain, so every height is as well.
         self.bound = -(-problem.lower_bound // self.grain) * self.grain
         self.offsets, self.height = _best_greedy(problem, self.bound, deadline)
         self.searchable = problem.pairs() <= _SEARCHABLE_PAIRS
@@ -290,7 +290,7 @@ class _Part:
     def decide(self, capacity: int, effort: float, deadline: float) -> Verdict:
         """Search for a packing within `capacity`; `effort` limits the decisions.
 
-        A packing that is found replaces the one so far, a proof raises the bound.
+        A packing that is found replaces the current one; a proof raises the bound.
         """
         if not self.searchable or now() > deadline:
             return Verdict.UNFINISHED
@@ -310,12 +310,12 @@ class _Part:
             while verdict is Verdict.UNFINISHED and decisions > search.spent and now() < deadline:
                 before, slice_ = search.spent, _SLICE - search.spent % _SLICE
                 verdict = search.run(slice_, _WORK)
-                # Cut within a decision, it has done all that a slice may do.
+                # Interrupted within a decision, it has used up its slice.
                 spent = search.spent - before
                 spend(_WORK if spent < slice_ else _DECISION * spent)
             effort -= search.spent
             offsets, weights = search.read()
-            # Weights fade, so that what hindered the last runs counts most.
+            # Weights decay, so that obstacles of the latest runs count most.
             self._weights = UNIT + (weights - UNIT) // 2
             if verdict is Verdict.FOUND:
                 self.offsets = offsets
@@ -329,7 +329,7 @@ class _Part:
     def improve(self, floor: int, effort: float, deadline: float) -> None:
         """Halve the distance between the bound and the height, as far as `effort` allows."""
         low = max(self.bound, floor)
-        # The bound itself first: often there is a packing, and then nothing is left to prove.
+        # The bound itself first: often there is such a packing, and then no proof is needed.
         capacity = low
         while low < self.height and now() < deadline:
             verdict = self.decide(capacity, effort, deadline)
@@ -343,7 +343,7 @@ _KEYS: Final = ("area", "size", "length")
 
 
 def _ranks(problem: Problem, round_: int) -> Ints:
-    """Which of two buffers equally low goes first: the rank of each, [n] int64."""
+    """Return the rank of each buffer, which decides between equally low ones: [n] int64."""
     span = (problem.upper - problem.lower).astype(float)
     size = problem.size.astype(float)
     key = {"area": span * size, "size": size, "length": span}[_KEYS[round_ % len(_KEYS)]]
@@ -365,13 +365,13 @@ def _best_greedy(problem: Problem, bound: int, deadline: float) -> tuple[Ints, i
             best = offsets, height
         if height <= bound or now() > deadline:
             break
-    assert best is not None  # there are rules, and the first one always runs
+    assert best is not None  # the first rule always runs
     return best
 
 
 def _minimise(parts: list[_Part], deadline: float) -> None:
-    """Lower the highest part until it meets the bound of some part, or time is up."""
-    # In runs of the search: two is one with each rule.
+    """Lower the highest part until it reaches the bound of some part, or time is up."""
+    # In runs of the search: two means one with each rule.
     effort = 2
     while parts and now() < deadline:
         floor = max(part.bound for part in parts)
@@ -384,7 +384,7 @@ def _minimise(parts: list[_Part], deadline: float) -> None:
 
 def _fit(parts: list[_Part], capacity: int, began: float, time_limit_s: float) -> None:
     deadline = began + time_limit_s
-    # Small ones first: one that is impossible ends it soonest.
+    # Small ones first, to find an impossible one as early as possible.
     for part in sorted(parts, key=lambda part: len(part.problem)):
         if part.height <= capacity:
             continue

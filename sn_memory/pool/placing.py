@@ -1,10 +1,11 @@
-"""The placing allocator: a step's allocations lie where a packer put those of the step before.
+"""The placing allocator: a step's allocations get offsets packed from a recorded earlier step.
 
-`csrc/placing/placing.cpp` does the work, over a device's memory or the host's; here are its calls,
-and recordings are packed. There is one in a process, since it serves the allocations of a process.
-Rules: the first step of a kind is recorded, and again where the next one differs, three times at
-most; from then on the n-th allocation of the step has its place, as long as its size is as recorded
-and nothing lies there. What outlives its step, and all else, lies in size classes.
+`csrc/placing/placing.cpp` does the work, for device or host memory; this module calls it and packs
+recordings. There is one per process, since it serves the allocations of a process.
+
+Rules: the first step of a kind is recorded, and again if the next one differs, at most three times;
+from then on the n-th allocation of the step gets its place, if its size is as recorded and the
+place is free. Allocations that outlive their step, and all others, use size classes.
 """
 
 from __future__ import annotations
@@ -23,33 +24,33 @@ from .pack import arrange
 GRAIN: Final = 512
 # An arena is reserved in multiples of this, the unit in which a driver maps memory.
 GRANULE: Final = 2 << 20
-# Seconds in which the rows of a recording are packed, by counted work: the same places each time.
+# Time limit for packing a recording, in counted work, so that places are reproducible.
 PACK_S: Final = 1.0
-# As in csrc/placing: 16 classes for each power of two, since with 8 the parameters of networks took
-# 7 to 37 % more than their bytes (decision 73); segments are shared by 8 blocks of up to 16 MiB.
+# As in csrc/placing: 16 classes per power of two, since with 8 the parameters of networks took 7 to
+# 37 % more than their bytes (decision 73); segments are shared by 8 blocks of up to 16 MiB.
 _SMALL, _SHARED, _TOGETHER, _DIVISIONS = 1 << 20, 16 << 20, 8, 16
 
-# What the library's `begin` returns; it is called again once a recording has its places.
+# Return values of the library's `begin`; it is called again once a recording has its places.
 _PLACED, _RECORDED, _TO_PLACE = 0, 1, 2
 
 
 @dataclass(frozen=True)
 class PlacingStatistics:
-    """What the placing allocator holds on a device.
+    """Memory held by the placing allocator on a device.
 
     Parameters
     ----------
     reserved_bytes, peak_reserved_bytes
-        From the driver: arenas and the segments of size classes, cached ones included.
+        From the driver: arenas and the segments of size classes, including cached ones.
     arena_bytes
-        Of that in arenas, in which steps are placed.
+        The part of it in arenas, in which steps are placed.
     allocated_bytes, peak_allocated_bytes
         Of blocks in use, rounded to their classes.
     hits, misses
         Allocations of placed steps that got their place, and those that were not recorded or whose
-        place was taken, and lie in size classes.
+        place was taken, which use size classes.
     bad_frees
-        Pointers that were freed twice, or that another allocator returned. Each is one line on
+        Pointers that were freed twice, or that another allocator returned. Each prints one line to
         stderr.
     """
 
@@ -65,11 +66,11 @@ class PlacingStatistics:
 
 @dataclass(frozen=True)
 class StepStatistics:
-    """What became of the allocations of a step.
+    """Statistics of the allocations of a step.
 
     hits, misses : as in `PlacingStatistics`
-    kept : those that outlive a step by its recording, and lie in size classes
-    skipped : recorded ones with a place that the step did not ask for
+    kept : those that outlive the step in its recording, and use size classes
+    skipped : recorded ones with a place that the step did not request
     """
 
     hits: int
@@ -79,7 +80,7 @@ class StepStatistics:
 
 
 def class_bytes(nbytes: int) -> int:
-    """Return the size of the class that a block lies in: powers of two with 16 divisions."""
+    """Return the size class of a block: powers of two with 16 divisions."""
     size = max(-(-nbytes // GRAIN), 1) * GRAIN
     step = max((1 << (size.bit_length() - 1)) // _DIVISIONS, GRAIN)
     size = -(-size // step) * step
@@ -87,17 +88,17 @@ def class_bytes(nbytes: int) -> int:
 
 
 def classes_bytes(sizes: Iterable[int]) -> int:
-    """Return what size classes reserve for blocks that come in this order and stay.
+    """Return what size classes reserve for blocks that are allocated in this order and stay.
 
-    Those above 16 MiB have segments of their own. Others lie in the oldest segment with room; a
-    new one is made for as few of them as fill granules of 2 MiB without a rest, eight at most.
+    Those above 16 MiB have their own segments. Others use the oldest segment with room; a new one
+    is made for the fewest blocks that fill granules of 2 MiB without a rest, at most eight.
 
     Examples
     --------
     >>> classes_bytes([1000, 3 << 20, 20 << 20]) >> 20
     28
     """
-    # What is left of each segment that blocks share, the oldest first.
+    # Free room of each shared segment, the oldest first.
     rooms: list[int] = []
     reserved = 0
     for size in map(class_bytes, filter(None, sizes)):
@@ -119,12 +120,12 @@ def _segment_bytes(size: int) -> int:
         for count in range(1, _TOGETHER + 1):
             if count * size % GRANULE == 0:
                 return count * size
-    # No number of blocks fills granules without a rest, or the block has its segment to itself.
+    # No number of blocks fills granules without a rest, or the block has its own segment.
     return -(-size // GRANULE) * GRANULE
 
 
 def library_path() -> Path:
-    """Return where the compiled library is; it may be missing."""
+    """Return the path of the compiled library; it may be missing."""
     return Path(__file__).parents[1] / f"_placing{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
@@ -168,11 +169,11 @@ def _library() -> Any:
 class PlacingAllocator:
     """The allocator of this process, opened.
 
-    source : "host" for the host's memory (address space, until it is written to), or the name of
+    source : "host" for host memory (only address space until it is written to), or the name of
         CUDA's runtime library
-    limit_bytes : the most that is reserved on a device; 0 for all there is.
+    limit_bytes : the most to reserve on a device; 0 for no limit.
 
-    Raises RuntimeError where the library was not built, or the source cannot be opened.
+    Raises RuntimeError if the library was not built, or the source cannot be opened.
 
     Examples
     --------
@@ -197,7 +198,7 @@ class PlacingAllocator:
             )
 
     def close(self) -> None:
-        """Give everything back, whatever lies in it."""
+        """Release everything, even if it is in use."""
         self._library.sn_placing_close()
 
     def new_pool(self, device: int) -> int:
@@ -207,9 +208,9 @@ class PlacingAllocator:
     def begin(self, pool: int, step: int, stream: int = 0) -> None:
         """Begin a step of a pool, which is recorded or placed.
 
-        step : which kind of step of the pool; each has a recording of its own
+        step : the kind of step in the pool; each has its own recording
 
-        Raises MemoryError where the arena does not fit.
+        Raises MemoryError if the arena does not fit.
         """
         state = self._library.sn_placing_begin(pool, step, stream)
         if state == _TO_PLACE:
@@ -223,16 +224,16 @@ class PlacingAllocator:
         return MemoryError(f"sn_memory's placing allocator: {why}")
 
     def _place(self, pool: int, step: int) -> None:
-        # Asked for none, the library says how many rows of (size, lower, upper) there are.
+        # With a count of 0, the library returns the number of rows of (size, lower, upper).
         count = self._library.sn_placing_rows(pool, step, None, 0)
         numbers = (ctypes.c_int64 * (3 * count))()
         self._library.sn_placing_rows(pool, step, numbers, count)
         rows = list(zip(*[iter(numbers)] * 3, strict=True))
-        # What outlives its step has no place in the arena.
+        # Allocations that outlive the step have no place in the arena.
         freed = [at for at, (_, _, upper) in enumerate(rows) if upper >= 0]
         buffers = [(rows[at][1], rows[at][2], rows[at][0] // GRAIN) for at in freed]
         packing = arrange(buffers, time_limit_s=PACK_S, deterministic=True)
-        # Below 0: it lies in its size class.
+        # Below 0: it uses its size class.
         offsets = (ctypes.c_int64 * count)(*[-1] * count)
         for at, offset in zip(freed, packing.offsets, strict=True):
             offsets[at] = offset * GRAIN
@@ -241,7 +242,7 @@ class PlacingAllocator:
 
     @contextmanager
     def inside(self, pool: int) -> Iterator[None]:
-        """Let allocations of this thread belong to the pool's step."""
+        """Assign allocations of this thread to the pool's step."""
         before = self._library.sn_placing_enter(pool)
         try:
             yield
@@ -249,24 +250,24 @@ class PlacingAllocator:
             self._library.sn_placing_enter(before)
 
     def give_back(self, pool: int) -> None:
-        """Give a pool's arena back, once nothing lies in it; the next step reserves it again."""
+        """Release a pool's arena once it is empty; the next step reserves it again."""
         self._library.sn_placing_give_back(pool)
 
     def forget(self, pool: int) -> None:
-        """Give a pool's arena back, and forget its recordings."""
+        """Release a pool's arena, and drop its recordings."""
         self._library.sn_placing_forget(pool)
 
     def trim(self) -> None:
-        """Give back segments of size classes that nothing lies in."""
+        """Release empty segments of size classes."""
         self._library.sn_placing_trim()
 
     def allocate(self, nbytes: int, device: int = 0, stream: int = 0) -> int:
         """Return the address of a block, as torch gets it.
 
-        Raises MemoryError where there is no room.
+        Raises MemoryError if there is no room.
         """
         address = self._library.sn_placing_allocate(nbytes, device, stream)
-        # For 0 bytes there is no block, and that is no error.
+        # For 0 bytes there is no block, which is not an error.
         if address is None and nbytes:
             raise self._out_of_memory()
         return address or 0
@@ -274,7 +275,7 @@ class PlacingAllocator:
     def release(self, address: int) -> None:
         """Free a block.
 
-        Raises ValueError for an address at which no block in use begins.
+        Raises ValueError unless a block in use begins at the address.
         """
         bad = self._library.sn_placing_release(address)
         if bad:
@@ -286,21 +287,21 @@ class PlacingAllocator:
             raise ValueError(f"cannot free {address:#x}: {why}; expected what `allocate` returned.")
 
     def cross(self, address: int, stream: int) -> None:
-        """Note that another stream uses a block: the device is waited for when it is freed."""
+        """Record that another stream uses a block: freeing it waits for the device."""
         self._library.sn_placing_record_stream(address, stream)
 
     def statistics(self, device: int = 0) -> PlacingStatistics:
-        """Return what is held on a device."""
+        """Return the memory held on a device."""
         numbers = (ctypes.c_int64 * len(fields(PlacingStatistics)))()
         self._library.sn_placing_statistics(device, numbers)
         return PlacingStatistics(*numbers)
 
     def step_statistics(self, pool: int, step: int) -> StepStatistics:
-        """Return what became of the allocations of the step of this kind that ran last."""
+        """Return the statistics of the latest step of this kind."""
         numbers = (ctypes.c_int64 * len(fields(StepStatistics)))()
         self._library.sn_placing_step(pool, step, numbers)
         return StepStatistics(*numbers)
 
     def reset_peaks(self, device: int = 0) -> None:
-        """Let peaks begin at what is held now."""
+        """Reset peaks to the current values."""
         self._library.sn_placing_reset_peaks(device)

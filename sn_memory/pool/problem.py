@@ -1,7 +1,7 @@
-"""A packing problem in arrays: what the user wrote, checked, and time cut into sections.
+"""A packing problem in arrays: the user's buffers, validated, with time divided into sections.
 
-A section is the time between two neighbouring starts or ends. Nothing changes inside one, so the
-set of live buffers of each section is all that a packer needs to know of time.
+A section is the time between two consecutive starts or ends. Nothing changes within one, so the set
+of live buffers of each section is all that a packer needs to know about time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..base.sizes import show
 
 Ints = npt.NDArray[np.int64]
 
-# Offsets are sums of sizes, so their sum bounds every number a packer forms; half of the 64-bit
+# Offsets are sums of sizes, so their total bounds every number in a packer; half of the 64-bit
 # range leaves room for rounding up to alignments.
 _LARGEST: Final = 2**62
 _ROWS: Final = "rows of whole numbers: (lower, upper, size) or (lower, upper, size, alignment)"
@@ -32,8 +32,8 @@ class Problem:
 
     lower, upper : the half-open lifetime [lower, upper), in any unit of time
     size, align : bytes; the offset of a buffer is a multiple of its alignment
-    first, last : the sections [first, last) it lives in
-    sections : how many sections there are
+    first, last : the sections [first, last) in which it is live
+    sections : the number of sections
     """
 
     lower: Ints
@@ -57,34 +57,34 @@ class Problem:
 
     @property
     def lower_bound(self) -> int:
-        """The largest sum of live sizes: no arena can be smaller. Zero without buffers."""
+        """The largest sum of live sizes, below which no arena can be. Zero without buffers."""
         return int(self.live_bytes.max(initial=0))
 
     @property
     def grain(self) -> int:
-        """The largest number that divides all sizes and all alignments above 1, hence heights."""
+        """The greatest common divisor of all sizes and alignments above 1, hence of heights."""
         return int(np.gcd.reduce(np.append(self.size, self.align[self.align > 1]), initial=0)) or 1
 
     def pairs(self) -> int:
-        """Return how many pairs of buffers are alive together."""
+        """Return how many pairs of buffers are live at the same time."""
         # Counted, not listed: there may be more pairs than fit in memory.
         starts, ends = np.sort(self.first), np.sort(self.last)
-        # Those that start before one ends, less those that ended before it starts.
+        # Those that start before it ends, minus those that end before it starts.
         before = np.searchsorted(starts, self.last, "left")
         over = np.searchsorted(ends, self.first, "right")
         return int((before - over - 1).sum()) // 2
 
     def only(self, chosen: Ints) -> Problem:
-        """Return the problem of these buffers alone."""
+        """Return the problem restricted to these buffers."""
         return of_arrays(
             self.lower[chosen], self.upper[chosen], self.size[chosen], self.align[chosen]
         )
 
     def components(self) -> list[Ints]:
-        """Return groups of buffer numbers; no two groups share any time, each one is connected."""
+        """Return connected groups of buffer numbers; no two groups share any time."""
         if not len(self):
             return []
-        # By start; a part ends where all before have ended by the next start.
+        # By start; a group ends when all earlier buffers have ended by the next start.
         order = np.argsort(self.first, kind="stable")
         reach = np.maximum.accumulate(self.last[order])
         cuts = np.flatnonzero(self.first[order][1:] >= reach[:-1]) + 1
@@ -92,7 +92,7 @@ class Problem:
 
 
 def of_arrays(lower: Ints, upper: Ints, size: Ints, align: Ints) -> Problem:
-    """Return the problem of checked arrays."""
+    """Return the problem of validated arrays."""
     times = np.unique(np.concatenate([lower, upper]))
     return Problem(
         lower=lower,
@@ -108,7 +108,7 @@ def of_arrays(lower: Ints, upper: Ints, size: Ints, align: Ints) -> Problem:
 def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem:
     """Read rows of (lower, upper, size) or (lower, upper, size, alignment).
 
-    Raises PackError naming the first row that makes no sense.
+    Raises PackError naming the first invalid row.
     """
     rows: Sequence[Sequence[int]] = (
         list(buffers.tolist()) if isinstance(buffers, np.ndarray) else list(buffers)
@@ -127,7 +127,7 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
         ) from problem
     if table.ndim != 2 or table.dtype.kind not in "iu":
         raise PackError(f"got buffers of {table.dtype}, expected {_ROWS}, below 2**63.")
-    # Before the conversion to int64, in which what does not fit would wrap around.
+    # Before the conversion to int64, in which larger values would wrap around.
     _refuse(np.any(table > _LARGEST, axis=1), rows, "numbers of 2**62 at most")
     table = table.astype(np.int64)
     _refuse(np.any(table < -_LARGEST, axis=1), rows, "times of -2**62 at least")
@@ -135,7 +135,7 @@ def read_problem(buffers: Iterable[Sequence[int]] | npt.NDArray[Any]) -> Problem
     _refuse(upper <= lower, rows, "a lifetime with lower < upper")
     _refuse(size < 0, rows, "a size of 0 or more")
     _refuse(align < 1, rows, "an alignment of 1 or more")
-    # As floats, whose sum does not wrap around; exact is not needed this far above real sizes.
+    # As floats, whose sum does not wrap around; exactness is not needed for such sizes.
     if float(size.sum(dtype=float)) + float(align.sum(dtype=float)) > _LARGEST:
         raise PackError("got sizes that sum to more than 2**62 bytes; give them in larger units.")
     return of_arrays(lower, upper, size, align)
@@ -153,14 +153,14 @@ _COLUMNS: Final = ("id", "lower", "upper", "size")
 
 @dataclass(frozen=True)
 class BufferFile:
-    """Buffers of a file: their ids, and rows as `pack` takes them."""
+    """Buffers of a file: their ids, and rows for `pack`."""
 
     ids: tuple[str, ...]
     buffers: tuple[tuple[int, ...], ...]
 
 
 def read_csv(path: str | os.PathLike[str]) -> BufferFile:
-    """Read buffers; a column `alignment` is optional, a column `offset` is passed over.
+    """Read buffers; a column `alignment` is optional, a column `offset` is ignored.
 
     Raises PackError naming the line, and OSError.
     """
@@ -170,7 +170,7 @@ def read_csv(path: str | os.PathLike[str]) -> BufferFile:
     except PackError:
         raise
     except (csv.Error, ValueError) as problem:
-        # Not UTF-8, a field without end, a path with a NUL in it.
+        # Not UTF-8, an unterminated field, a path with a NUL in it.
         raise PackError(
             f"{show(str(path))}: cannot be read as a table of text in UTF-8: {problem}."
         ) from problem
@@ -223,6 +223,6 @@ def write_csv(
         out = csv.writer(file, lineterminator="\n")
         out.writerow([*_COLUMNS, *(["alignment"] if aligned else []), "offset"])
         for id_, buffer, offset in zip(ids, buffers, offsets, strict=True):
-            # Rows of three among rows of four get the alignment 1.
+            # Rows of three among rows of four get an alignment of 1.
             fields = [*buffer, 1][:4] if aligned else buffer
             out.writerow([id_, *fields, offset])

@@ -1,1 +1,1 @@
-"""What a plan does, for people: tables, a picture, a page."""
+"""Reports on plans: tables, a figure, an HTML page."""

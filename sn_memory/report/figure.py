@@ -1,4 +1,4 @@
-"""The picture of a report: memory over time, the peak's owners, time against memory."""
+"""The figure of a report: memory over time, the peak's owners, time against memory."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..graph.graph import Graph
 from ..plan.buffers import plan_buffers
 from ..plan.plan import Decision, Plan
 
-# Memory by what it is for, bottom first: what is resident, what a step makes, what kernels take.
+# Memory by purpose, bottom first: resident storages, what a step allocates, kernels' scratch.
 LAYERS: Final = ("weights, inputs, state", "activations", "gradients", "scratch")
-# Columns of pixels in a picture are fewer; a longer curve is drawn by the largest of each interval.
+# A figure has fewer pixel columns; a longer curve is reduced to the maximum of each interval.
 _POINTS: Final = 2000
-# What plan_buffers names scratch, and the second copy of a storage.
+# Names in plan_buffers of scratch, and of the second copy of a storage.
 _SCRATCH: Final = "workspace of "
 _SECOND: Final = " (second copy)"
 
@@ -29,12 +29,11 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """Live bytes over time, and who owns the largest value.
+    """Live bytes over time, and the owners of the peak.
 
     time_s, bytes : [points] each; between two times the bytes are those of the earlier one.
     layers : (name, [points] bytes) of each of LAYERS, bottom first; they sum to `bytes`.
-    peak_s, peak_bytes, peak_at : when the peak is reached, what it is, and the op or action that
-        reaches it
+    peak_s, peak_bytes, peak_at : time and size of the peak, and the op or action that reaches it
     owners : (name, bytes) at the peak, largest first; they sum to the peak.
     """
 
@@ -60,11 +59,11 @@ class Curve:
 
 @dataclass(frozen=True)
 class Replayed:
-    """A plan that was replayed, with its curves of memory and its decisions.
+    """A replayed plan, with its memory curves and decisions.
 
     graph, plan, others : what is reported; `others` are plans of the same graph to compare with
     before, after : memory over time without the plan and with it
-    decisions : those of the plan that do more than keep, largest first
+    decisions : the plan's decisions other than keep, largest first
     """
 
     graph: Graph
@@ -86,16 +85,16 @@ class Replayed:
 
 
 def top_owners(curve: Curve, most: int) -> list[tuple[str, int]]:
-    """Return the largest owners of a peak, the rest summed up in a last entry."""
+    """Return the largest owners of a peak, the rest summed in a last entry."""
     rest = curve.owners[most:]
-    # A line for one other takes as much room as its name.
+    # A line for a single other takes as much room as its name.
     if len(rest) < 2:
         return list(curve.owners)
     return [*curve.owners[:most], (f"{len(rest)} others", sum(size for _, size in rest))]
 
 
 def owner_groups(report: Replayed, curve: Curve, most: int = 6) -> list[tuple[str, int]]:
-    """Return the peak's owners summed by what they are: conv2d outputs, gradients, scratch ..."""
+    """Return the peak's owners summed by kind: conv2d outputs, gradients, scratch ..."""
     graph = report.graph
     sums: dict[str, tuple[int, int]] = {}
     for name, size in curve.owners:
@@ -111,7 +110,7 @@ def owner_groups(report: Replayed, curve: Curve, most: int = 6) -> list[tuple[st
         sums[group] = count + 1, total + size
     ranked = sorted(sums.items(), key=lambda item: (-item[1][1], item[0]))
     rows = [(_counted(count, group), total) for group, (count, total) in ranked]
-    # What rounds to 0 % is not worth a line of its own.
+    # Entries that round to 0 % are not worth a line of their own.
     shown = [row for row in rows[:most] if row[1] >= curve.peak_bytes / 200]
     rest = sum(total for _, total in rows[len(shown) :])
     return [*shown, ("all other", rest)] if rest else shown
@@ -135,12 +134,12 @@ def planned_curve(graph: Graph, plan: Plan, replay: Replay) -> Curve:
 
 
 def _storage(graph: Graph, name: str) -> int | None:
-    """Return the storage that a buffer of this name is of; None for scratch and residents."""
+    """Return the storage of a buffer by its name; None for scratch and resident ones."""
     return graph.storage_index.get(name.removesuffix(_SECOND))
 
 
 def _layer(graph: Graph, name: str) -> int:
-    """Return which of LAYERS a buffer of this name is part of."""
+    """Return which of LAYERS a buffer belongs to, by its name."""
     at = _storage(graph, name)
     if at is None:
         return LAYERS.index("scratch")
@@ -156,10 +155,10 @@ def _curve(
     time_s: Floats,
     names: Sequence[str],
 ) -> Curve:
-    """Stack what is live during each action.
+    """Stack the live bytes during each action.
 
-    rows : (name, lower, upper, bytes), half-open in numbers of actions
-    time_s, names : when each action starts, and the last ends; what each is
+    rows : (name, lower, upper, bytes), half-open in action numbers
+    time_s, names : when each action starts, and the last one ends; a label for each
     """
     change = np.zeros((len(LAYERS), len(names) + 1))
     for name, lower, upper, size in rows:
@@ -172,17 +171,17 @@ def _curve(
     owners += [
         (name.replace(_SCRATCH, "scratch of ", 1), size)
         for name, lower, upper, size in rows
-        # Not what is resident, which is one entry of all.
+        # Not resident ones, which share one entry.
         if lower <= top < upper and _layer(graph, name)
     ]
     ranked = sorted((row for row in owners if row[1]), key=lambda row: (-row[1], row[0]))
-    # After the last action nothing changes. Where there is none, the step is one moment.
+    # After the last action nothing changes. Without actions, the step is one moment.
     layers = np.append(layers, layers[:, -1:], axis=1)
     time_s = np.append(np.zeros(len(names) + 1 - len(time_s)), time_s)
     total, peak_s = layers.sum(0), float(time_s[top])
     if len(time_s) > _POINTS:
         starts = np.unique(np.linspace(0, len(time_s) - 1, _POINTS).astype(int))
-        # The largest of each interval, so that no peak is lost.
+        # The maximum of each interval, so that no peak is lost.
         highest = [
             first + int(total[first:last].argmax())
             for first, last in zip(starts, (*starts[1:], len(time_s)), strict=True)
@@ -210,7 +209,7 @@ _MARKS: Final = "sD^vPX<>ph"
 
 
 def blank(size: tuple[float, float], without: str) -> Any:
-    """Return an empty matplotlib figure; raises MissingExtra that says `without` and what to do."""
+    """Return an empty matplotlib figure; raise MissingExtra with the text `without`."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -218,14 +217,14 @@ def blank(size: tuple[float, float], without: str) -> Any:
         raise MissingExtra(
             f"{without} Install it with: pip install 'superneurons[report]'"
         ) from missing
-    # Not pyplot, which asks for a window system and holds the state of the user's own figures.
+    # Not pyplot, which needs a window system and holds the state of the user's own figures.
     chart = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(chart)
     return chart
 
 
 def figure(report: Replayed) -> Any:
-    """Return a matplotlib figure; raises MissingExtra without matplotlib."""
+    """Return a matplotlib figure; raise MissingExtra without matplotlib."""
     chart = blank(
         (11, 8.2),
         "the picture of a report needs matplotlib, which is not installed; the tables do not.",
@@ -260,8 +259,7 @@ def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
     for (name, size), colour in zip(after.layers, _LAYERS, strict=True):
         above = below + size[:-1] / scale
         if size.any():
-            # An edge, as scratch of an op of a microsecond would not be seen; over the line of the
-            # whole.
+            # With an edge, as scratch of a microsecond's op would be invisible; above the curve.
             edge = {"linewidth": 1, "zorder": 2.5} if name == "scratch" else {"linewidth": 0}
             shown = np.where(size[:-1] > 0, above, np.nan)
             axes.stairs(shown, after.time_s, baseline=below, color=colour, fill=True, label=name,
@@ -279,7 +277,7 @@ def _over_time(axes: Any, report: Replayed, scale: float, unit: str) -> None:
             label = f"{word} {show_bytes(held)}"
             axes.axhline(held / scale, color=colour, linewidth=1.4, linestyle=style, label=label)
     highest = max(before.peak_bytes, after.peak_bytes, plan.reserved_peak_bytes or 0)
-    # Room above the curves: the legend lies there, over no line.
+    # Room above the curves for the legend, so that it covers no line.
     axes.set_ylim(0, highest / scale * 1.3 or 1)
     axes.set_xlim(0, end or 1)
     axes.xaxis.set_major_formatter(lambda seconds, _: show_seconds(seconds))
@@ -310,7 +308,7 @@ def _owners(axes: Any, report: Replayed, scale: float, unit: str) -> None:
         place += 1.4  # a gap between the two groups
     axes.set_yticks(places, names, fontsize=8)
     axes.set_xlim(0, largest / scale * 1.25)
-    # Downwards, so that the first is on top.
+    # Inverted, so that the first is on top.
     axes.set_ylim(place - 0.6, -0.8)
     axes.set_xlabel(f"memory ({unit})")
     axes.set_title("Who owns the peak", loc="left", fontsize=11)
@@ -319,7 +317,7 @@ def _owners(axes: Any, report: Replayed, scale: float, unit: str) -> None:
 
 
 def _short(name: str) -> str:
-    # The end of a path tells more of it than the middle: 26 characters in all.
+    # The end of a path says more than its middle; 26 characters in total.
     return name if len(name) <= 26 else f"{name[:12]}…{name[-13:]}"
 
 
@@ -328,7 +326,7 @@ def _against_others(axes: Any, report: Replayed, scale: float, unit: str) -> Non
     fronts: dict[str, list[Plan]] = {}
     for other in report.others:
         fronts.setdefault(other.planner, []).append(other)
-    # The largest mark first, so that none at its place is hidden.
+    # The largest mark first, so that it hides no other at its place.
     axes.plot(plan.baseline_peak_bytes / scale, 0, "o", color=BEFORE, markersize=10,
               label="no plan")  # fmt: skip
     for number, (name, plans) in enumerate(fronts.items()):

@@ -1,9 +1,9 @@
-"""What a plan does and why: tables, pictures, one HTML page that needs nothing else.
+"""The report of a plan: what it does and why, as tables, figures and a self-contained HTML page.
 
-A plan that only says "peak 5.8 GiB" has to be believed. The report shows memory over time, before
-and after, kernels' scratch as a layer of its own; who owns the peak; what was decided for each
-storage, with the reason; and how the plan compares with others in time and memory. The plan is
-replayed by `check_plan` first, so that nothing here is only what the planner says of itself. Text
+A plan that only says "peak 5.8 GiB" cannot be verified by its reader. The report shows memory over
+time, before and after, with kernels' scratch as a separate layer; the owners of the peak; the
+decision for each storage, with its reason; and a comparison with other plans in time and memory.
+The plan is replayed by `check_plan` first, so that nothing rests on the planner's own claims. Text
 and page show the same facts and tables.
 """
 
@@ -23,10 +23,10 @@ from ..plan.plan import Plan
 from ..plan.policies import policy
 from .figure import Replayed, figure, owner_groups, planned_curve, top_owners
 
-# A browser draws a few thousand rows; nobody reads more.
+# A browser can show a few thousand rows; nobody reads more.
 _ROWS: Final = 2000
 _OWNERS, _OWNERS_OF_PAGE = 6, 10
-# Heads of columns that the page aligns on the right.
+# Headers of columns that the page right-aligns.
 _NUMBERS: Final = (
     "bytes", "share", "storages", "time", "budget", "peak", "extra time", "gap"
 )  # fmt: skip
@@ -56,7 +56,7 @@ Row = tuple[str, ...]
 
 
 class _Section(NamedTuple):
-    """A title, tables whose first rows are their heads, and a line after them."""
+    """A title, tables whose first rows are headers, and a line after them."""
 
     title: str
     tables: list[list[Row]]
@@ -83,7 +83,7 @@ class Report(Replayed):
         figure(self).savefig(path, format="png", dpi=130)
 
     def html(self) -> str:
-        """Return what `write_html` writes."""
+        """Return the page that `write_html` writes."""
         parts = [f"<h1>{escape(self.headline)}</h1>"]
         parts += [f"<p>{escape(line[:1].upper() + line[1:])}</p>" for line in _facts(self)]
         parts.append(self._repr_html_())
@@ -94,14 +94,14 @@ class Report(Replayed):
         return _PAGE.format(title=escape(self.headline), body="\n".join(parts))
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the picture, as an element that holds it."""
+        """For a notebook: the figure, embedded in an element."""
         drawn = io.BytesIO()
         figure(self).savefig(drawn, format="png", dpi=150)
         source = base64.b64encode(drawn.getvalue()).decode("ascii")
         return f'<img alt="{escape(self.headline)}" src="data:image/png;base64,{source}">'
 
     def write_html(self, path: str | os.PathLike[str]) -> None:
-        """Write one page with pictures and tables; it loads nothing. Needs matplotlib."""
+        """Write one self-contained page with figures and tables. Needs matplotlib."""
         with open(path, "w", encoding="utf-8") as file:
             file.write(self.html())
 
@@ -129,7 +129,7 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
     >>> print(report(graph, policy("liveness")(graph, budget_bytes=None)).headline)
     two ops: 14 B → 14 B (0% less memory) for +0.0% time
     """
-    # First of all: what cannot be carried out has no curve.
+    # First, because an invalid plan has no curve.
     replay = check_plan(graph, plan)
     moved = [item for item in plan.decisions if item.technique != "keep"]
     # Names break ties, so that the same plan has the same page.
@@ -141,7 +141,7 @@ def report(graph: Graph, plan: Plan, *, others: Iterable[Plan] = ()) -> Report:
 
 
 def _facts(report: Report) -> Iterator[str]:
-    """Yield who planned it, in what time, and what is reserved for it."""
+    """Yield planner, planning time, and reserved memory."""
     plan = report.plan
     yield f"planner {plan.planner}, budget {_budget(plan)}, planned in {show_seconds(plan.solve_s)}"
     yield (
@@ -151,9 +151,9 @@ def _facts(report: Report) -> Iterator[str]:
     # The plain step may hold more than its graph says: see `unplanned_bytes`.
     if plan.baseline_peak_bytes != report.before.peak_bytes:
         baseline = show_bytes(plan.baseline_peak_bytes)
-        yield f"the plain step peaks at {baseline}, which percent of a budget are of"
+        yield f"the plain step peaks at {baseline}, to which percentages of a budget refer"
     if plan.reserved_peak_bytes is not None:
-        # What an allocator's segments hold beyond the live tensors.
+        # What the allocator's segments take beyond the live tensors.
         above = plan.reserved_peak_bytes / max(plan.peak_bytes, 1) - 1
         line = f"reserved {show_bytes(plan.reserved_peak_bytes)}, {above:.0%} above the peak after"
         line += f", by {plan.allocator}" if plan.allocator else ""
@@ -171,7 +171,7 @@ def _budget(plan: Plan) -> str:
 
 
 def _sections(report: Report, rows: int, owners: int) -> Iterator[_Section]:
-    """Yield the tables, with at most so many decisions, and owners of a peak."""
+    """Yield the tables, with at most `rows` decisions and `owners` owners of a peak."""
     for word, curve in (("before", report.before), ("after", report.after)):
         tables: list[list[Row]] = []
         for first, sizes in (
@@ -193,7 +193,7 @@ def _sections(report: Report, rows: int, owners: int) -> Iterator[_Section]:
     if report.others:
         plans = (report.plan, *report.others)
         head = ("planner", "budget", "peak", "time", "extra time", "gap")
-        yield _Section("beside other plans", [[head, *map(_compared, plans)]])
+        yield _Section("compared with other plans", [[head, *map(_compared, plans)]])
 
 
 def _decisions(report: Report, rows: int) -> _Section:

@@ -1,1 +1,1 @@
-"""What both rims share: choices that are measured, estimates, what an allocator reserves."""
+"""What both framework rims share: measured choices, estimates, reserved memory."""

@@ -1,4 +1,4 @@
-"""What estimates of the frameworks return: bytes of a step, and which batch fits on a device."""
+"""Results of estimates: bytes of a step, and the batch that fits a device."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ class Estimate:
     Parameters
     ----------
     parameters_bytes, buffers_bytes, inputs_bytes, gradients_bytes, optimizer_bytes
-        What is there between steps, or at their end. Of a step function that updates, the state of
-        optimizers is among the buffers: variables that do not train.
+        Held between steps, or at their end. For a step function that updates, optimizer state is
+        among the buffers: variables that are not trained.
     activations_bytes
-        What the forward pass leaves for the backward pass, outputs included.
+        Saved by the forward pass for the backward pass, including outputs.
     step_bytes
-        The peak of forward and backward, or of a whole step function, the optimizer's state
-        included.
+        The peak of forward and backward, or of a whole step function, including the optimizer's
+        state.
     update_bytes
-        The peak of an optimizer's step where that is separate, else 0; with the batch, which the
-        loop holds.
+        The peak of an optimizer's step if that is separate, else 0; including the batch, which the
+        training loop holds.
     peak_op
-        The op that reaches `step_bytes`: its name in the graph, or the framework's own where
-        tensors live longer than the graph says.
+        The op that reaches `step_bytes`: its name in the graph, or the framework's name if tensors
+        live longer than in the graph.
     batch
-        The size of the sample's first dimension; None where its tensors differ in that.
+        The size of the sample's first dimension; None if its tensors differ in it.
     logits_bytes
-        Of the activations, those as large as what the loss takes its logarithms of.
+        The part of the activations that is as large as the input of the loss's log-softmax.
     device
-        The device that was named, whose kernels these are; empty for the one that is here.
+        The named device that the estimate is for; empty for the present one.
     room_bytes
-        What torch's allocator can have there: all but the context of the driver.
+        What torch's allocator can use there: everything except the driver's context.
     workspace_bytes
-        Of the peak, what libraries keep from their first call on.
+        The part of the peak that libraries keep from their first call on.
     reserved_bytes
-        What the allocator of a card takes for the step, by its rules; 0 where none is modelled.
+        What a card's allocator reserves for the step, by its rules; 0 if none is modelled.
     pinned_bytes
-        On the host, page-locked: 0 without a plan that moves something there.
+        Page-locked host memory: 0 without a plan that offloads.
     seconds
-        Of a step with its update, by the device's figures: predicted, measured nowhere.
+        Of a step with its update, predicted from the device's speeds, not measured.
     notes
-        What is estimated, or counted otherwise than the device would run it.
+        What is approximated, or counted differently from how the device would run it.
     """
 
     parameters_bytes: int
@@ -75,13 +75,13 @@ class Estimate:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that is live at any one time."""
+        """The most bytes live at any time."""
         return max(self.step_bytes, self.update_bytes)
 
     def fits(self, size: float | str | None = None) -> bool:
-        """Whether the step fits into so many bytes, as a number or as "12GiB".
+        """Whether the step fits into `size`, a number of bytes or text such as "12GiB".
 
-        None is the room of the device that was named.
+        None means the capacity of the named device.
         """
         return self.peak_bytes <= self._room(size)
 
@@ -114,7 +114,7 @@ class Estimate:
             return parse_bytes(size)
         if self.room_bytes is None:
             raise ValueError(
-                'got no size, and no device was named: pass bytes, as "12GiB", or estimate with '
+                'got no size, and no device was named: pass one such as "12GiB", or estimate with '
                 'device="h100".'
             )
         return self.room_bytes
@@ -142,11 +142,11 @@ class Estimate:
 
 
 def _largest(step_of: Callable[[int], int], room: int, one: int) -> int:
-    """Return the largest batch whose step has room; a batch of 1 takes `one` bytes.
+    """Return the largest batch whose step fits; a batch of 1 takes `one` bytes.
 
-    Peaks grow almost linearly, so a straight line says where to look; bisection makes sure.
+    Peaks grow almost linearly, so a straight line tells where to look; bisection makes sure.
     """
-    # (batch, bytes) twice, for the first line: `low` fits, and `high` is raised until it does not.
+    # Two (batch, bytes) for the first line: `low` fits, and `high` is raised until it does not.
     low, high = (1, one), (2, step_of(2))
     while high[1] <= room:
         grows = max(1, (high[1] - low[1]) // (high[0] - low[0]))
@@ -155,7 +155,7 @@ def _largest(step_of: Callable[[int], int], room: int, one: int) -> int:
     by_line = True
     while high[0] - low[0] > 1:
         batch = (low[0] + high[0]) // 2
-        # A line that bends leaves one end where it is, so every other time the middle is asked.
+        # On a curve one end may never move, so every other guess is the middle.
         if by_line:
             guess = low[0] + (room - low[1]) * (high[0] - low[0]) // max(1, high[1] - low[1])
             batch = min(max(guess, low[0] + 1), high[0] - 1)
@@ -166,16 +166,16 @@ def _largest(step_of: Callable[[int], int], room: int, one: int) -> int:
 
 
 class Batches:
-    """The graphs of a step at any batch, from the same step traced at two.
+    """The graphs of a step at any batch, interpolated from traces at two batches.
 
-    Sizes, arithmetic, traffic and measured seconds grow in a straight line with the batch, as long
-    as the step makes the same calls. So a step need not be traced again for each batch.
+    Sizes, FLOPs, traffic and measured seconds are affine in the batch as long as the step makes the
+    same calls. So a step need not be traced again for each batch.
 
     Parameters
     ----------
     first, second
-        A batch and the graph there, of the same ops and storages by name; the second batch is the
-        larger one, and its order of ops is taken.
+        A batch and its graph, with the same names of ops and storages; the second batch is the
+        larger one, and its order of ops is used.
 
     Raises
     ------
@@ -190,7 +190,7 @@ class Batches:
         self._ops = {op.name: op for op in small.ops}
         self._storages = {storage.name: storage for storage in small.storages}
         other = {op.name: op for op in self._graph.ops}
-        # Between two steps that make other calls no line can be drawn.
+        # Two steps that make different calls cannot be interpolated.
         differing = self._ops.keys() ^ other.keys() or [
             name
             for name, op in other.items()
@@ -206,7 +206,7 @@ class Batches:
         """Return the graph at a batch of 1 or more."""
 
         def between(few: float, many: float) -> float:
-            # Below the smaller batch the line may fall under zero.
+            # Below the smaller batch the line may become negative.
             line = few + (many - few) * (batch - self._few) / (self._many - self._few)
             return max(0.0, line)
 
@@ -214,12 +214,12 @@ class Batches:
             return round(between(few, many))
 
         def seconds(few: float | None, many: float | None) -> float | None:
-            # Measured at one batch only there is no line: the larger one's value stands.
+            # Without two measurements, take the value of the larger batch.
             return many if few is None or many is None else between(few, many)
 
         def op_at(op: Op) -> Op:
             few = self._ops[op.name]
-            # A kernel that is on offer at one batch only has no line.
+            # Kernels available at only one of the batches are dropped.
             ways = tuple(
                 Workspace(size(a.bytes, b.bytes), seconds(a.seconds, b.seconds), b.name)
                 for a, b in zip(few.workspaces, op.workspaces, strict=False)
@@ -259,11 +259,11 @@ class Way:
     seconds, samples_per_s, tokens_per_s
         Of a step with its update, on all cards together; predicted.
     allocated_bytes, reserved_bytes, pinned_bytes
-        On one card, as torch's allocator counts; the last on the host. None where not modelled.
+        On one card, as torch's allocator counts; the last on the host. None if not modelled.
     bytes
-        Of what is allocated, by category.
+        Allocated bytes by category.
     note
-        Why there is nothing, or what is not in it.
+        Why there is no result, or what it leaves out.
     """
 
     name: str
@@ -281,12 +281,12 @@ class Way:
 
 @dataclass(frozen=True)
 class Fit:
-    """All ways at one length of sequence.
+    """All ways to train at one sequence length.
 
-    device, room_bytes : its name, and what torch's allocator can have there
-    length : of the sequence; None where the sample has its own
+    device, room_bytes : its name, and what torch's allocator can use there
+    length : of the sequence; None if the sample has its own
     most : the largest batch that was tried
-    notes : what is estimated or left out
+    notes : what is approximated or left out
     """
 
     device: str
@@ -297,12 +297,12 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     def as_data(self) -> dict[str, Any]:
-        """Return it as JSON takes it."""
+        """Return the result as JSON-compatible data."""
         data = asdict(self)
         return {"sequence" if key == "length" else key: value for key, value in data.items()}
 
     def shown_batch(self, way: Way) -> str:
-        """The largest batch of a way as text; with a plus where no larger one was tried."""
+        """The largest batch of a way as text; with a plus if no larger one was tried."""
         return f"{way.batch}{'+' if way.batch == self.most else ''}" if way.batch else "none"
 
     def __str__(self) -> str:
@@ -326,7 +326,7 @@ class Fit:
                 )
             )
         lines = [head, *table(rows, right=True)]
-        # The table has totals only; what they are made of is shown for the plain step.
+        # The table has only totals; their parts are shown for the plain step.
         plain = self.ways[0]
         held = ", ".join(f"{name} {show_bytes(size)}" for name, size in plain.bytes.items() if size)
         if held:
@@ -336,7 +336,7 @@ class Fit:
 
 
 def categories(estimate: Estimate) -> dict[str, int]:
-    """Bytes of an estimate's peak by category; what else is live then is `other`."""
+    """Bytes of an estimate's peak by category; the rest is `other`."""
     held = {
         "parameters": estimate.parameters_bytes,
         "gradients": estimate.gradients_bytes,
@@ -346,7 +346,7 @@ def categories(estimate: Estimate) -> dict[str, int]:
         "buffers and input": estimate.buffers_bytes + estimate.inputs_bytes,
         "workspace": estimate.workspace_bytes,
     }
-    # At the peak of a backward pass some activations are gone, and some gradients not there yet.
+    # At the peak, some activations are already freed, and some gradients do not exist yet.
     over = sum(held.values()) - estimate.peak_bytes
     if over > 0:
         held["gradients"] = max(0, held["gradients"] - over)
@@ -357,20 +357,20 @@ def categories(estimate: Estimate) -> dict[str, int]:
 def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) -> int:
     """Return the largest batch from `least` to `most` that fits, to a thirtieth; 0 if none does.
 
-    start : one that is known to fit, where to look from
+    start : a batch that is known to fit, to begin at
     """
     low = start
     if low <= 0:
         if not fits(least):
             return 0
         low = least
-    # Doubled until one does not fit, as nothing bounds the answer from above but `most`.
+    # Double until one does not fit, as only `most` bounds the result from above.
     high = min(2 * low, most)
     while low < most and fits(high):
         low, high = high, min(2 * high, most)
     if low >= most:
         return most
-    # `low` fits, `high` does not. To a thirtieth, as each batch that is tried may be a search.
+    # `low` fits, `high` does not. Only to a thirtieth, as each batch tried may take a search.
     while high - low > max(1, low // 30):
         middle = (low + high) // 2
         if fits(middle):
@@ -381,7 +381,7 @@ def largest(fits: Callable[[int], bool], least: int, most: int, start: int = 0) 
 
 
 class Units(NamedTuple):
-    """Bytes of parameters by what gathers them: the largest block, and all that is in none."""
+    """Bytes of parameters by FSDP unit: the largest block, and those outside of blocks."""
 
     block_bytes: int
     root_bytes: int
@@ -391,9 +391,9 @@ class Units(NamedTuple):
 class Held:
     """Bytes on one card.
 
-    parameters_bytes, gradients_bytes, optimizer_bytes : its part of each
-    gathered_bytes : whole parameters of units that are gathered together, and the gradients of one
-    rest_bytes : everything else at its highest: buffers, input, activations, workspaces
+    parameters_bytes, gradients_bytes, optimizer_bytes : its shard of each
+    gathered_bytes : unsharded parameters of units gathered together, and the gradients of one
+    rest_bytes : the peak of everything else: buffers, input, activations, workspaces
     """
 
     parameters_bytes: int
@@ -404,12 +404,12 @@ class Held:
 
     @property
     def state_bytes(self) -> int:
-        """The parts of parameters, gradients and optimizer."""
+        """The shards of parameters, gradients and optimizer state."""
         return self.parameters_bytes + self.gradients_bytes + self.optimizer_bytes
 
     @property
     def peak_bytes(self) -> int:
-        """All of them: no less than any moment of the step needs."""
+        """The sum, an upper bound of what the step needs at any time."""
         return self.state_bytes + self.gathered_bytes + self.rest_bytes
 
 
@@ -422,12 +422,12 @@ def on_cards(
     rest_bytes: int,
     units: Units,
 ) -> Held:
-    """Return what one of so many cards holds when a step is sharded as by FSDP2 (`fully_shard`).
+    """Return the bytes on each of `cards` cards when a step is sharded by FSDP2 (`fully_shard`).
 
-    Parameters, gradients and the optimizer's state lie on all cards in equal parts. The blocks of a
-    model are units of their own, the rest is the root's, which stays gathered from the first use
-    on; while a block runs, the next one is gathered too. A gradient is whole until it is reduced.
-    On a single card nothing is gathered.
+    Parameters, gradients and the optimizer's state are sharded over all cards in equal parts. Each
+    block of the model is a unit, and the rest is the root unit, which stays gathered from its first
+    use on; while a block runs, the next one is gathered too. A gradient is unsharded until it is
+    reduced. On a single card nothing is gathered.
     """
     if cards < 1:
         raise ValueError(f"got {cards} cards, expected 1 or more.")
@@ -436,7 +436,7 @@ def on_cards(
         # Shards are padded to equal size.
         return -(-size // cards)
 
-    # Parameters of the root, the block that runs and the next one, and one whole gradient.
+    # Parameters of the root, the running block and the next one, and one unsharded gradient.
     gathered = 2 * units.block_bytes + units.root_bytes + max(units.block_bytes, units.root_bytes)
     return Held(
         part(parameters_bytes),

@@ -1,4 +1,4 @@
-"""Which parts of a model to run again, where each choice is measured: no graph to predict from."""
+"""Choose which parts of a model to recompute by measured steps, without a graph to predict from."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..plan.plan import BudgetError, Plan, budget_line, percent_kept
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to what a part leaves for the backward pass.
+    """The decision for what a part saves for the backward pass.
 
-    name : a module's or a layer's path, or "first to last" of several layers
+    name : a module's or a layer's path, or "first to last" for several layers
     technique : `keep` or `recompute`
-    saved_bytes : what it leaves besides parameters and its inputs or results, measured
-    seconds : its forward pass, measured; what recomputing costs
+    saved_bytes : saved besides parameters and its inputs or results, measured
+    seconds : of its forward pass, measured; the cost of recomputing it
     """
 
     name: str
@@ -28,17 +28,16 @@ class Choice:
 
 @dataclass(frozen=True, repr=False)
 class MeasuredPlan:
-    """Which parts are run again, and what that was measured to need on the sample.
+    """Which parts are recomputed, and the memory and time measured on the sample.
 
     choices : one for each part that could be chosen
-    budget_bytes : what was to be kept
-    peak_bytes, baseline_peak_bytes : measured with the plan and without; 0 where no such step was
-        run.
-    seconds, baseline_seconds : what was timed without the plan (torch: a step; TensorFlow: the
-        forward pass of all layers), and with what the reruns cost on top.
+    budget_bytes : the budget
+    peak_bytes, baseline_peak_bytes : measured with the plan and without; 0 if no such step was run.
+    seconds, baseline_seconds : `baseline_seconds` was timed without the plan (torch: a step;
+        TensorFlow: the forward pass of all layers); `seconds` adds the cost of the reruns.
     peak_op : the op that holds the most at the peak
-    runs : of how many runs of the step the peak is the largest, by samples and random seeds; 1 for
-        a model whose ops do not depend on random numbers.
+    runs : over how many runs of the step, with other samples or random seeds, the peak is the
+        maximum; 1 for a model whose ops do not depend on random numbers.
     """
 
     choices: tuple[Choice, ...]
@@ -69,7 +68,7 @@ class MeasuredPlan:
 
 
 class Part(Protocol):
-    """What may run again: its forward seconds, and the bytes it leaves for the backward pass."""
+    """A part that may be recomputed: its forward seconds, and bytes saved for the backward pass."""
 
     @property
     def name(self) -> str: ...
@@ -101,16 +100,16 @@ def min_recompute(
     baseline_bytes: int,
     how: str,
 ) -> tuple[list[P], S]:
-    """Return the parts to run again within a budget, and that step.
+    """Return the parts to recompute within a budget, and that step.
 
-    Kept first are those whose rerun costs most for a byte; as many as fit, by bisection. To keep
-    all of them is no choice: that step was above the budget, and measured once more it may be below
-    by luck.
+    Parts whose rerun costs most per byte are kept first, as many as fit, by bisection. Keeping all
+    of them is not an option: that step exceeded the budget, and measured again it may be below it
+    by chance.
 
-    parts, smallest : all that may run again, and the step in which all do
-    measured : measures a step in which these parts run again
+    parts, smallest : all parts that may be recomputed, and the step in which all are
+    measured : measures a step in which the given parts are recomputed
     baseline_bytes : the peak without the plan
-    how : what was tried, as an error begins
+    how : what was tried, the beginning of the error
 
     Raises BudgetError if even the smallest step is above the budget.
     """
@@ -127,12 +126,12 @@ def min_recompute(
             op=smallest.peak_op,
             percent=percent,
         )
-    # A part that leaves nothing is kept first: its rerun would cost and free no bytes.
+    # A part that saves nothing is kept first: its rerun would cost time and free no bytes.
     order = sorted(parts, key=lambda part: -part.seconds / max(1, part.saved_bytes))
     best, low, high = smallest, 0, len(order)
-    # Never with `middle` at the end of `order`, where nothing would run again.
+    # Never with `middle` at the end of `order`, where nothing would be recomputed.
     while high - low > 1:
-        # The first `middle` of the order are kept; taken to need more memory the more they are.
+        # The first `middle` are kept; assumed to need more memory the more are kept.
         middle = (low + high) // 2
         step = measured(order[middle:])
         if step.peak_bytes <= budget_bytes:
@@ -152,11 +151,11 @@ def measured_plan(
     baseline_seconds: float,
     runs: int = 1,
 ) -> MeasuredPlan:
-    """Return the plan in which the parts of `rerun` run again.
+    """Return the plan in which the parts of `rerun` are recomputed.
 
     parts : all that could be chosen
     best, baseline : the step with the plan, and without
-    baseline_seconds : of what was timed without the plan
+    baseline_seconds : timed without the plan
     runs : see MeasuredPlan
     """
     # By id, as two may have one name: a layer that is called twice.
@@ -182,7 +181,7 @@ def measured_plan(
 
 
 def summary(plan: Plan | MeasuredPlan) -> str:
-    """One line: peaks and what it costs, as far as that was measured."""
+    """Summarize peaks and cost in one line, as far as they were measured."""
     if not plan.baseline_peak_bytes:
         return f"peak {show_bytes(plan.peak_bytes)}" if plan.peak_bytes else "not measured"
     extra = plan.seconds / plan.baseline_seconds - 1 if plan.baseline_seconds else 0.0

@@ -1,4 +1,4 @@
-"""What a planned model carries as `model.sn_memory`, and what `verify` returns of it."""
+"""`model.sn_memory` of a planned model, and the result of `verify`."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from .reserved import process_bytes
 if TYPE_CHECKING:
     from ..report.report import Report
 
-# Kinds of input, or results that differ, that are named; there may be dozens.
+# How many kinds of input, or differing results, are listed; there may be dozens.
 _SHOWN: Final = 3
 
 
 class Traced(Protocol):
-    """What a trace of either rim has."""
+    """A trace of either framework."""
 
     @property
     def graph(self) -> Graph: ...
 
 
 class Step(Protocol):
-    """What runs a step as planned."""
+    """A step that runs as planned."""
 
     plan: Any
 
@@ -43,13 +43,13 @@ class PlannedKind:
     """A kind of input that the model has a plan for.
 
     inputs : names and shapes of its tensors
-    how : `planned` by `plan`. When it first came: `nothing runs again`, `carried over from the plan
-        of` another kind, `planned at once`, `planned by regions` (torch alone), or `modules run
-        again` (TensorFlow: layers).
-    peak_bytes : predicted; measured where modules run again; 0 where neither could be.
-    budget_bytes : what was to be kept
-    unlike : how it differs from the nearest kind that was known; nothing if `plan` was asked.
-    seconds : what planning it took, when it first came
+    how : `planned` by `plan`. If it was planned while training: `nothing runs again`, `carried over
+        from the plan of` another kind, `planned at once`, `planned by regions` (torch only), or
+        `modules run again` (TensorFlow: layers).
+    peak_bytes : predicted; measured if modules are recomputed; 0 if neither was possible.
+    budget_bytes : the budget
+    unlike : how it differs from the most similar known kind; empty if `plan` planned it.
+    seconds : that planning took while training
     """
 
     inputs: str
@@ -62,11 +62,11 @@ class PlannedKind:
 
 @dataclass
 class KeptStep(Generic[S]):
-    """What is kept for a kind of input.
+    """The step kept for a kind of input.
 
     step : what runs in place of the forward pass
     summary : how it was planned
-    call : how the arguments of its sample were written, where that matters
+    call : which arguments of its sample were passed by position or keyword, where that matters
     used : if it was planned while training, the count of steps at its last use; else None
     """
 
@@ -79,8 +79,7 @@ class KeptStep(Generic[S]):
 class PlannedRecord(ABC, Generic[T, S]):
     """Back end, plan, trace and report of a planned model.
 
-    A rim's record says which back end it is, what was planned last (`plan`), and on which trace
-    (`latest_trace`).
+    A rim's record has the back end, the latest plan (`plan`), and its trace (`latest_trace`).
     """
 
     backend: str
@@ -90,16 +89,16 @@ class PlannedRecord(ABC, Generic[T, S]):
     @property
     @abstractmethod
     def plan(self) -> Any:
-        """The plan made last: a Plan, or a MeasuredPlan where parts of the model run again."""
+        """The latest plan: a Plan, or a MeasuredPlan if parts of the model are recomputed."""
 
     @property
     @abstractmethod
     def latest_trace(self) -> T | None:
-        """The trace planned last; None where the model was planned without one."""
+        """The latest planned trace; None if the model was planned without one."""
 
     @property
     def trace(self) -> T:
-        """The trace planned last. Raises PlanError where the model was planned without one."""
+        """The latest planned trace. Raises PlanError if the model was planned without one."""
         if self.latest_trace is None:
             raise PlanError(
                 f"the model was planned by {self.backend}, because it cannot be traced, so there "
@@ -109,28 +108,28 @@ class PlannedRecord(ABC, Generic[T, S]):
 
     @property
     def process_bytes(self) -> int:
-        """What the process takes beyond the plan's tensors and what it held before `plan`.
+        """Bytes of the process beyond the plan's tensors and what it held before `plan`.
 
-        On a host, where malloc returns what is freed (SN_MEMORY_MALLOC), and once planning has
-        been imported, which takes 130 MiB in the first plan of a process. A limit of what was held
-        before, less parameters and input, and the budget, and this, is kept.
+        On a host, if malloc returns what is freed (SN_MEMORY_MALLOC), and once planning has been
+        imported, which takes 130 MiB in the first plan of a process. A process keeps within the sum
+        of what it held before (without parameters and input), the budget, and this.
         """
         traced = self.latest_trace
         return process_bytes(None if traced is None else traced.graph)
 
     @property
     def reserved_peak_bytes(self) -> int | None:
-        """What a card's allocator reserves for the plan made last; None where there is none."""
+        """What a card's allocator reserves for the latest plan; None if none is modelled."""
         return getattr(self.plan, "reserved_peak_bytes", None)
 
     @property
     def kinds(self) -> list[PlannedKind]:
-        """The kinds of input that have a plan by now: what they are, how it came, its peak."""
+        """The kinds of input that have a plan so far, with how it was made and its peak."""
         return [kept.summary for kept in self.kept.values()]
 
     @property
     def steps(self) -> dict[Any, S]:
-        """What runs in place of the forward pass, per kind of input."""
+        """The steps that replace the forward pass, per kind of input."""
         return {kind: kept.step for kind, kept in self.kept.items()}
 
     @property
@@ -147,12 +146,12 @@ class PlannedRecord(ABC, Generic[T, S]):
         return f"{self.plan!r}\nback end {self.backend}, {planned}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: these lines, and the picture of the report."""
+        """For a notebook: the lines of `repr`, and the figure of the report."""
         picture = ""
         if self.latest_trace is not None:
             try:
                 picture = self._page()._repr_html_()
-            # Without matplotlib a notebook shows the lines all the same.
+            # Without matplotlib a notebook still shows the lines.
             except MissingExtra as missing:
                 picture = f"<p>{escape(str(missing))}</p>"
         return f"<pre>{escape(repr(self))}</pre>{picture}"
@@ -164,7 +163,7 @@ class PlannedRecord(ABC, Generic[T, S]):
     def report(self, path: str | Path) -> None: ...
 
     def report(self, path: str | Path | None = None) -> str | None:
-        """Write one HTML page with pictures and tables, or return it where no path is given.
+        """Write one HTML page with pictures and tables, or return it if no path is given.
 
         Needs matplotlib and a trace.
         """
@@ -176,7 +175,7 @@ class PlannedRecord(ABC, Generic[T, S]):
 
     def _page(self) -> Report:
         """The report of the plan, as `sn_memory.report` makes it."""
-        # Not at the top: a process that trains is to import as little as it can (`test_closure`).
+        # Not at the top: a training process should import as little as possible (`test_closure`).
         from ..report.report import report
 
         return report(self.trace.graph, self.plan)
@@ -184,11 +183,11 @@ class PlannedRecord(ABC, Generic[T, S]):
 
 @dataclass(frozen=True)
 class Verification:
-    """What a training step did with the plan and without.
+    """Comparison of a training step with the plan and without.
 
     predicted_peak_bytes, measured_peak_bytes : of the planned step. Measured: with torch, by
-        StorageTracker; with TensorFlow, what was resident before, as the plan counts it, and the
-        most that ops asked for beyond that (`Allocations`).
+        StorageTracker; with TensorFlow, what was resident before, as counted by the plan, plus the
+        most that ops requested beyond that (`Allocations`).
     unplanned_peak_bytes : the same step without the plan, measured
     peak_op : with torch, what ran when the planned step reached its peak; with TensorFlow, the op
         that reaches the predicted one
@@ -196,10 +195,10 @@ class Verification:
         two runs
     different : outputs or results, gradients, buffers and variables that are not bit-equal to the
         unplanned run's
-    difference : the largest of their differences, relative to the size of what differs. What is
-        zero but for rounding is compared with more than itself: see `model/results.py` of the rim.
-    allocated_peak_bytes : of the planned step, in blocks as TensorFlow's allocator handed them out:
-        what is asked for, and what its blocks were too large by. None with torch.
+    difference : the largest of their differences, relative to the size of the tensor. A tensor that
+        is zero except for rounding has another reference: see `model/results.py` of the rim.
+    allocated_peak_bytes : of the planned step, in blocks of TensorFlow's allocator: the requested
+        bytes, and those by which its blocks were larger. None with torch.
     """
 
     predicted_peak_bytes: int
@@ -216,12 +215,12 @@ class Verification:
 
     @property
     def equal(self) -> bool:
-        """Whether all that was compared is bit-equal."""
+        """Whether everything compared is bit-equal."""
         return not self.different
 
     @property
     def error(self) -> float:
-        """Measured peak over predicted peak, less one."""
+        """Measured peak divided by predicted peak, minus one."""
         return self.measured_peak_bytes / self.predicted_peak_bytes - 1
 
     def report(self, path: str | Path) -> None:

@@ -1,15 +1,15 @@
-"""What the allocator of a card reserves for a plan, and plans that keep a budget of that.
+"""Memory that a card's allocator reserves for a plan, and plans within a budget of reserved bytes.
 
-A card runs out of reserved bytes. The allocations and frees of a plan are replayed through the
-allocator's rules: torch's (`cost/caching.py`) or TensorFlow's (`cost/bfc.py`). What is resident is
-there before; then come two steps in a row, since the second begins with what the first has left.
+A card runs out of memory by reserved bytes. The allocations and frees of a plan are replayed by the
+allocator's rules: torch's (`cost/caching.py`) or TensorFlow's (`cost/bfc.py`). Resident storages
+are allocated first; then two steps follow, since the second begins with what the first has left.
 
-Under torch the step has a pool of its own, as the executor has it. The gradient of an output that
-a caller makes between the passes is not in it: it lies outside as residents do, and cannot take
-what the pool has free (GPT-2 on an H200, logits of 1.5 GiB: 8,052 MiB reserved where one pool would
-have taken 6,414). The pool begins with one free segment for all blocks above 1 MiB, from which they
-are cut as from a segment that grows, so that little more is reserved than is live; by default torch
-reserves a segment for each large block that finds no room.
+Under torch the step has its own pool, as in the executor. The gradient of an output, which a caller
+computes between the passes, is not in it: like resident storages it lies outside, and cannot use
+the pool's free memory (GPT-2 on an H200, logits of 1.5 GiB: 8,052 MiB reserved where one pool would
+have taken 6,414). The pool begins with one free segment for all blocks above 1 MiB, which are split
+off it like from an expandable segment, so that little more is reserved than is live; by default
+torch reserves a segment for each large block that does not fit a free one.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from ..plan.plan import BudgetError, Plan
 from ..pool.pack import arrange
 from ..pool.placing import GRAIN, GRANULE, PACK_S, classes_bytes
 
-# A budget in a word: what is free where the model is.
+# A budget given as a word: what is free on the model's device.
 LIMIT: Final = "limit"
-# Kept after a plan and between its steps: the stack of a thread, BLAS's buffers, the heap's holes.
-# 9 to 18 MiB of networks without convolutions; results of benchmarks/process_bytes.py, whose table
-# is in docs/torch_memory_measured.md.
+# Held after planning and between steps: a thread's stack, BLAS's buffers, holes of the heap. 9 to
+# 18 MiB for networks without convolutions; measured by benchmarks/process_bytes.py, whose table is
+# in docs/torch_memory_measured.md.
 FIXED_BYTES: Final = 24 << 20
-# Code that oneDNN makes for the shapes of a convolution, forward and backward, and keeps: 0.3 to
-# 1.9 MiB; of up to 120 convolutions 13 to 43 MiB together.
+# Code that oneDNN generates and keeps for a convolution's shapes, forward and backward: 0.3 to
+# 1.9 MiB; 13 to 43 MiB in total for up to 120 convolutions.
 CONVOLUTION_BYTES: Final = 3 << 20
 MOST_CODE_BYTES: Final = 64 << 20
-# Objects of a plan for each call of its step: 3.1 to 4.8 KB, of 19 calls 9.
+# Python objects of a plan per call of its step: 3.1 to 4.8 KB; 9 KB with 19 calls.
 CALL_BYTES: Final = 8 << 10
-# Of what is free, for ends of pages and calls that are not known before a step is traced.
+# Share of the free memory kept for page rounding, and for calls unknown before tracing.
 SHARE: Final = 1 / 32
 
 
 def process_bytes(graph: Graph | None) -> int:
-    """Return what a process takes beyond a plan's tensors and what it held before the plan.
+    """Return the bytes of a process beyond a plan's tensors and what it held before the plan.
 
-    graph : what was planned; None where that is not known, and the most is taken
+    graph : what was planned; None if unknown, for the largest value
     """
     if graph is None:
         return FIXED_BYTES + MOST_CODE_BYTES
     names = [op.name.lower() for op in graph.ops]
     backward = ("backward", "backprop")
-    # Forward ones only: the figure has both directions of a convolution.
+    # Only forward ones: the figure covers both directions of a convolution.
     code = CONVOLUTION_BYTES * sum(
         "conv" in name.rpartition("/")[2] and not any(word in name for word in backward)
         for name in names
@@ -66,11 +66,11 @@ def process_bytes(graph: Graph | None) -> int:
 def host_budget(resident_bytes: int) -> int:
     """Return the bytes that a step on the host may hold, by the smallest limit of the process.
 
-    resident_bytes : what of the step is there already, and counts in its budget
+    resident_bytes : of the step, already allocated, which count in its budget
 
-    Raises PlanError where no limit is known, or the smallest leaves nothing.
+    Raises PlanError if no limit is known, or the smallest leaves nothing.
     """
-    # What the search imports late (57 MiB with its threads' buffers) is no room for tensors.
+    # The search imports this late (57 MiB with its threads' buffers): take it off the free memory.
     importlib.import_module("scipy.optimize")
     limit = smallest_limit()
     if limit is None:
@@ -80,7 +80,7 @@ def host_budget(resident_bytes: int) -> int:
 
 
 def left(name: str, free_bytes: int, margin_bytes: int, resident_bytes: int, read: str = "") -> int:
-    """Return what is free, less a margin, with what is resident; PlanError if nothing is free."""
+    """Return free minus margin plus resident bytes; raise PlanError if nothing is free."""
     if free_bytes <= margin_bytes:
         raise PlanError(
             f"got no budget, and the smallest limit, {name}, leaves {show_bytes(free_bytes)}; "
@@ -91,26 +91,26 @@ def left(name: str, free_bytes: int, margin_bytes: int, resident_bytes: int, rea
 
 
 def unknown(where: str) -> PlanError:
-    """Return the error where nothing says what is free."""
+    """Return the error for a device whose free memory is unknown."""
     return PlanError(
         f"got no budget, and found nothing that states how much memory is free on {where}. "
-        'Pass budget="6GiB", or the bytes there are.'
+        'Pass budget="6GiB", or the free bytes.'
     )
 
 
-# A budget below this is kept by live bytes alone: torch's segments are of 2 and 20 MiB, for what
-# is resident and for the step, so that no plan could keep it.
+# A budget below this applies to live bytes only: torch's segments have 2 and 20 MiB, both for
+# resident storages and for the step, so that no plan could keep it.
 LEAST_BYTES: Final = 64 << 20
-# How often a plan is made lower, and what each search may take: of the first one's seconds, or as
-# many as finding a first plan of some hundred ops takes.
+# How often a lower plan is searched, and the time of each search: a share of the first one's
+# seconds, but at least as many as a first plan of some hundred ops takes.
 ROUNDS, PART, LEAST_S = 4, 0.04, 0.25
-# Gradients of outputs are named from this part of what is reserved on.
+# Gradients of outputs are mentioned from this share of the reserved bytes on.
 _SHOWN: Final = 0.02
 
 
 @dataclass(frozen=True)
 class PlacingSettings:
-    """The placing allocator: an arena as high as a step is packed, and classes of the rest."""
+    """The placing allocator: an arena of a packed step's height, and size classes for the rest."""
 
     caching: ClassVar[bool] = True
     name: ClassVar[str] = "the placing allocator"
@@ -118,19 +118,19 @@ class PlacingSettings:
     others: ClassVar[Mapping[str, Settings]] = {}
 
     def reserved(self, resident: Rows, step: Rows) -> Reserved:
-        """Return what is reserved once the step was recorded."""
+        """Return the bytes reserved once the step is recorded."""
         rows = [(lower, upper, -(-size // GRAIN)) for lower, upper, size in step]
         height = arrange(rows, time_limit_s=PACK_S, deterministic=True).height * GRAIN
         arena = -(-height // GRANULE) * GRANULE
         return Reserved(classes_bytes(size for _, _, size in resident) + arena)
 
     def most(self, budget_bytes: int) -> int:
-        """Return the most that can be reserved within a budget: an arena is of any size."""
+        """Return the most that can be reserved within a budget: an arena can have any size."""
         return budget_bytes
 
 
 def reserved(graph: Graph, plan: Plan, settings: Settings | None = None) -> Reserved:
-    """Return what is reserved during steps with a plan.
+    """Return the bytes reserved during steps with a plan.
 
     settings : of the allocator; default: torch's defaults
 
@@ -149,12 +149,12 @@ def reserved(graph: Graph, plan: Plan, settings: Settings | None = None) -> Rese
 
 
 def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
-    """Return the buffers of a plan that are not of the step's pool, and those that are.
+    """Return the buffers of a plan outside of the step's pool, and those inside.
 
-    The former are there from before to after the step, or a caller's.
+    The former exist before and after the step, or belong to the caller.
     """
     buffers = plan_buffers(graph, plan)
-    # `plan_buffers` has the resident ones in front; no plan frees one of them.
+    # `plan_buffers` lists the resident ones first; no plan frees them.
     first = sum(storage.resident for storage in graph.storages)
     callers = _output_gradients(graph)
     outside: Rows = []
@@ -165,7 +165,7 @@ def stays(graph: Graph, plan: Plan) -> tuple[Rows, Rows]:
 
 
 def _output_gradients(graph: Graph) -> dict[str, int]:
-    """Return gradients of outputs, which the caller makes, by name, with their bytes."""
+    """Return names and bytes of the gradients of outputs, which the caller computes."""
     return {
         storage.name: storage.bytes
         for storage in graph.storages
@@ -181,13 +181,13 @@ def within_reserved(
 ) -> Plan:
     """Return a plan for which the allocator reserves no more than the budget.
 
-    graph, budget_bytes : what is planned, and the most bytes
-    search : plans within so many live bytes, in so many seconds; None is the time limit as it was
-        set.
+    graph, budget_bytes : what to plan, and the most bytes
+    search : plans within a number of live bytes, in a number of seconds; None means the time limit
+        as set.
     settings : of the allocator
 
-    Raises BudgetError for a budget that no plan keeps; naming the setting that would reserve less,
-    where it is what the allocator reserves that breaks it.
+    Raises BudgetError for a budget that no plan keeps; if the reserved bytes exceed it, the error
+    names the allocator setting that would reserve less.
     """
     plan = first = search(budget_bytes, None)
     if not settings.caching:
@@ -204,10 +204,10 @@ def within_reserved(
                 "search", number, ROUNDS, f"reserved bytes are {show_bytes(over)} above the budget"
             )
             if most < budget_bytes:
-                # What is over is no measure where the last of several regions is half of them.
+                # The excess is no measure if the last of several regions is half of their total.
                 target = min(target, most * (15 - number) // 16)
             else:
-                # Holes do not shrink with the plan, so later rounds go lower than by what is over.
+                # Holes do not shrink with the plan, so later rounds go lower than by the excess.
                 target = min(target, plan.peak_bytes) - over * (4 + number) // 4
             try:
                 if target <= graph.base_bytes:
@@ -216,10 +216,10 @@ def within_reserved(
             except BudgetError as error:
                 if error.plan is None:
                     break
-                # The smallest that there is: tried once, and then no more.
+                # The smallest plan there is: try it once, then stop.
                 plan, target = error.plan, 0
             taken = reserved(graph, plan, settings)
-            # A lower peak of live bytes may reserve more, so the best of all rounds is kept.
+            # A lower live peak may reserve more, so keep the best of all rounds.
             least = min(least, (taken, plan), key=lambda pair: pair[0].peak_bytes)
             if not target:
                 break
@@ -233,11 +233,11 @@ def within_reserved(
 def keeping_reserved(
     graph: Graph, plan: Plan, budget_bytes: int, settings: Settings | None
 ) -> Plan | None:
-    """Return a plan with what is reserved for it; None where that is above the budget.
+    """Return a plan with its reserved bytes; None if they exceed the budget.
 
-    settings : of the allocator; where there is none, or none with rules, the plan as it is
+    settings : of the allocator; if None, or without known rules, the plan is returned unchanged
     """
-    # Without rules nothing can be predicted, and live bytes have to do.
+    # Without rules nothing can be predicted, and only live bytes count.
     if settings is None or not settings.caching:
         return plan
     amount = reserved(graph, plan, settings)
@@ -247,7 +247,7 @@ def keeping_reserved(
 
 
 def with_reserved(plan: Plan, amount: Reserved, settings: Settings) -> Plan:
-    """Return a plan that says what is reserved for it."""
+    """Return the plan with its reserved bytes."""
     return replace(
         plan,
         reserved_peak_bytes=amount.peak_bytes,
@@ -260,7 +260,7 @@ def _searched(search: Callable[[int, float | None], Plan], live_bytes: int, seco
     try:
         return search(live_bytes, seconds)
     except BudgetError:
-        # On a busy machine a short search may miss what there is: it is no reason to refuse.
+        # On a busy machine a short search may miss existing plans, which is no reason to refuse.
         return search(live_bytes, None)
 
 
@@ -272,12 +272,12 @@ def _refused(
 ) -> BudgetError:
     text = (
         f"{settings.reserves} {show_bytes(taken.peak_bytes)} for a plan of "
-        f"{show_bytes(plan.peak_bytes)} of live tensors, the least of those that were tried"
+        f"{show_bytes(plan.peak_bytes)} of live tensors, the least of all plans tried"
     )
     instead = "make the batch smaller"
     if better := _better(graph, plan, settings, taken.peak_bytes):
         instead = f"set {better[0]}, which reserves {show_bytes(better[1])} less"
-    # What is reserved has no op of its own: it is the sum of all segments.
+    # Reserved bytes have no op: they are the sum of all segments.
     return refused(
         text, graph, with_reserved(plan, taken, settings), budget_bytes, op=graph.ops[-1].name,
         instead=instead, nearest_bytes=taken.peak_bytes,
@@ -312,7 +312,7 @@ def _notes(graph: Graph, plan: Plan, settings: Settings, first: Plan) -> list[st
 def _better(
     graph: Graph, plan: Plan, settings: Settings, peak_bytes: int
 ) -> tuple[str, int] | None:
-    """Return the settings that reserve least for a plan, and how much less; None for none."""
+    """Return the settings that reserve least for a plan, and how much less; None if none does."""
     less = {
         name: peak_bytes - reserved(graph, plan, other).peak_bytes
         for name, other in settings.others.items()

@@ -1,9 +1,9 @@
-"""A training input of a kind that nobody planned for: what runs is decided when it comes.
+"""A training input of a kind without a plan: the step for it is chosen when it first occurs.
 
-The plain step is no choice: a plan exists for runs that do not fit. The input is traced; of the
-plans for other inputs, the fastest that keeps the budget on this one is carried over; where none
-does, a short search plans it. Where that fails too, parts of the model run again, chosen by
-measured steps. A rim says how it traces, and which parts there are.
+The plain step is not an option: plans are for models that do not fit without one. The input is
+traced; of the plans for other inputs, the fastest that keeps the budget on this one is carried
+over; if none does, a short search plans it. If that fails too, parts of the model are recomputed,
+chosen by measured steps. A rim defines how to trace, and which parts there are.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .measured_choice import summary
 from .planned import KeptStep, S
 from .reserved import keeping_reserved
 
-# A search while training ends after so many seconds.
+# A search while training ends after this many seconds.
 SEARCH_S = 1.0
-# Planning while training may take this share of the time, and this many seconds before it counts.
+# Planning while training may take this share of the time, plus this many seconds.
 SHARE = 0.1
 ALLOWED_S = 30.0
 # How a kind of input was planned; the last two by a search.
@@ -42,9 +42,9 @@ AT_ONCE = "planned at once"
 
 
 def carried_over(graph: Graph, carried: Plan, budget_bytes: int) -> Plan | None:
-    """Return a plan of the same model for another input as one of this graph.
+    """Return a plan for another input of the same model as a plan of this graph.
 
-    Ops of one model have the same names at any size. None where they have not, or the budget would
+    Ops of one model have the same names at any size. None if they have not, or if the budget would
     not be kept.
     """
     try:
@@ -60,10 +60,10 @@ def smallest(graph: Graph) -> Plan:
 
 
 def within(graph: Graph, plan: Plan, budget: float | str) -> Plan:
-    """Return a plan made before, if it is one of this graph and keeps the budget."""
+    """Return an earlier plan if it is a plan of this graph and keeps the budget."""
     replayed = carry_out(graph, plan)
     allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
-    # Op seconds may have been measured anew since; its bound holds for the old ones.
+    # Op seconds may have been measured again since; its bound holds for the old ones.
     plan = replace(
         plan,
         budget_bytes=allowed,
@@ -80,9 +80,9 @@ def within(graph: Graph, plan: Plan, budget: float | str) -> Plan:
 
 
 class TimeToPlan:
-    """Seconds spent on planning new inputs since a model was planned, and whether more may be.
+    """Seconds spent on planning new inputs since a model was planned, and whether time is left.
 
-    planning_s, longest_s : in all, and the most for one
+    planning_s, longest_s : in total, and the most for one input
     """
 
     def __init__(self) -> None:
@@ -90,14 +90,14 @@ class TimeToPlan:
         self.planning_s = self.longest_s = 0.0
 
     def took(self, seconds: float) -> None:
-        """Count one more."""
+        """Count the seconds of one more plan."""
         self.planning_s += seconds
         self.longest_s = max(self.longest_s, seconds)
 
     def left(self) -> bool:
         """Whether there is time to plan one more kind, as long as the longest took."""
         passed = time.perf_counter() - self.began
-        # The next kind is taken to cost as much as the dearest so far.
+        # Assume that the next kind takes as long as the longest so far.
         return self.planning_s + self.longest_s <= ALLOWED_S + SHARE * passed
 
     def __str__(self) -> str:
@@ -108,52 +108,52 @@ class TimeToPlan:
 
 
 class UnseenInput(ABC, Generic[S]):
-    """A kind of input that came for the first time; `step` finds what runs it.
+    """A kind of input that occurs for the first time; `step` returns the step for it.
 
     name : of the model, for messages
-    strict : raise where a warning would say that what runs is no plan of its ops
-    clock : what planning new inputs took, and may take
+    strict : raise where a warning would say that what runs is not a plan of its ops
+    clock : the seconds that planning new inputs took, and may take
     """
 
     log: ClassVar[logging.Logger]
     line: ClassVar[str]  # of a program that plans several inputs ahead
-    demand = "strict"  # what asks for a plan of ops or nothing
+    demand = "strict"  # what requires a plan of ops
 
     def __init__(self, name: str, budget_bytes: int, *, strict: bool, clock: TimeToPlan) -> None:
         self.name, self.budget_bytes, self.strict, self.clock = name, budget_bytes, strict, clock
-        # How it was planned, as `PlannedKind` has it.
+        # How it was planned, as in `PlannedKind`.
         self.how = ""
-        # Where no plan of ops keeps the budget: the error, which says the smallest peak.
+        # If no plan of ops keeps the budget: the error, which states the smallest peak.
         self.over: BudgetError | None = None
         self.began = time.perf_counter()
 
     @staticmethod
     @abstractmethod
     def first_line(error: Exception) -> str:
-        """Return the line of an error that says something."""
+        """Return the informative line of an error."""
 
     @abstractmethod
     def described(self) -> str:
-        """Return what it is, in words."""
+        """Return a description of the input for messages."""
 
     @abstractmethod
     def refusal(self) -> str:
-        """Return why there can be no plan of ops, or nothing."""
+        """Return why there can be no plan of ops; empty if there can."""
 
     @abstractmethod
     def by_ops(self) -> S:
-        """Return a step whose ops are planned, its plan one that `planned` returned."""
+        """Return a step whose ops run by a plan that `planned` returned."""
 
     @abstractmethod
     def by_parts(self, why: str, by_ops: S | None, *, keep: bool) -> S:
-        """Return a step in which parts run again; by_ops : a plan that does not keep the budget."""
+        """Return a step that recomputes parts; by_ops : a plan that exceeds the budget."""
 
     @abstractmethod
     def kept(self, step: S) -> S:
         """Keep a step for its kind of input."""
 
     def step(self) -> S:
-        """Return what runs, and keep it."""
+        """Return the step for the input, and keep it."""
         try:
             return self._step()
         finally:
@@ -161,14 +161,14 @@ class UnseenInput(ABC, Generic[S]):
 
     def _step(self) -> S:
         why, by_ops = self.refusal(), None
-        # With `strict` there is nothing else that could run, however long it takes.
+        # With `strict` nothing else may run, however long planning takes.
         hurried = not why and not self.strict and not self.clock.left()
         if hurried:
             why = str(self.clock)
         if not why:
             try:
                 by_ops = self.by_ops()
-            except BudgetError as error:  # before any plan, as of the optimizer's step alone
+            except BudgetError as error:  # before any plan, e.g. for the optimizer's step alone
                 self.over = error
             except Exception as error:  # noqa: BLE001 - whatever it is, the safe step runs
                 why = f"it cannot be traced: {self.first_line(error).removesuffix('.')}"
@@ -180,12 +180,12 @@ class UnseenInput(ABC, Generic[S]):
             return self.kept(by_ops)
         if self.strict:
             raise self.error(why)
-        # For want of time only: it is planned when there is some again.
+        # Not kept if only time was missing: it is planned once there is time again.
         return self.by_parts(why, by_ops, keep=not hurried)
 
     @property
     def seconds(self) -> float:
-        """What it took so far."""
+        """Seconds spent on this input so far."""
         return time.perf_counter() - self.began
 
     def planned(
@@ -196,14 +196,14 @@ class UnseenInput(ABC, Generic[S]):
         others: Iterable[KeptStep[S]],
         allocator: Settings | None,
     ) -> Plan:
-        """Plan its graph, and note how: first what takes no search, then a short one.
+        """Plan its graph, and record how: first without a search, then by a short one.
 
-        Where no plan keeps the budget, that with the smallest peak is returned, and `over` set.
+        If no plan keeps the budget, return the one with the smallest peak, and set `over`.
 
-        graph : a step of the model on it
+        graph : a step of the model on the input
         search : plans a graph within these bytes, in about SEARCH_S
-        others : what runs for other inputs
-        allocator : that of a card: what it reserves keeps the budget, too
+        others : the steps for other inputs
+        allocator : of a card: its reserved bytes keep the budget, too
         """
 
         def kept(plan: Plan | None) -> Plan | None:
@@ -211,14 +211,14 @@ class UnseenInput(ABC, Generic[S]):
                 return None
             return keeping_reserved(graph, plan, budget_bytes, allocator)
 
-        # The plain step where it fits: no plan is faster.
+        # The plain step if it fits: no plan is faster.
         if whole := kept(policy("liveness")(graph, budget_bytes=None)):
             self.how = NOTHING_AGAIN
             return whole
         keeping = [
             (plan, other.summary.inputs)
             for other in others
-            # Only those that were searched for: one that was carried over is among them already.
+            # Only plans from a search: those carried over are among them already.
             if isinstance(other.step.plan, Plan)
             and other.summary.how.startswith(PLANNED)
             and (plan := kept(carried_over(graph, other.step.plan, budget_bytes)))
@@ -231,13 +231,12 @@ class UnseenInput(ABC, Generic[S]):
         try:
             return search(graph)
         except BudgetError as error:
-            # Above the budget, and yet the least that was found: the rim decides what becomes of
-            # it.
+            # Above the budget, but the smallest found: the rim decides whether to use it.
             self.over = error
             return error.plan or smallest(graph)
 
     def error(self, why: str) -> Exception:
-        """Return what `strict` asks for."""
+        """Return the error to raise under `strict`."""
         message = f"{self.demand}: {self.name} met {self.described()}, and {why}. "
         if self.over is None:
             instead = ", or leave strict out" if self.demand == "strict" else ""
@@ -252,7 +251,7 @@ class UnseenInput(ABC, Generic[S]):
         )
 
     def warning(self, step: S, why: str, measured_on: str = "") -> str:
-        """Say what runs in the place of a plan of ops, and why."""
+        """Return the warning about what runs instead of a plan of ops, and why."""
         over = step.plan.peak_bytes - self.budget_bytes
         if over > 0:
             return (

@@ -1,6 +1,6 @@
-"""sn_memory for TensorFlow: training within a budget of bytes, with the same gradients."""
+"""sn_memory for TensorFlow: train a model within a memory budget, with the same gradients."""
 
-# What is imported below needs the framework: without it, one sentence and no traceback into here.
+# The imports below need TensorFlow: without it, the user gets one sentence, not a traceback.
 # ruff: noqa: E402
 from typing import TYPE_CHECKING
 

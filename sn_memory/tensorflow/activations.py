@@ -1,14 +1,14 @@
 """compress_activations for Keras: inputs of dense and convolution layers, kept in a few bits.
 
-TensorFlow has no hook for what a tape saves. A layer's call is therefore wrapped in a custom
-gradient that captures the compressed input only, and differentiates the layer at the decompressed
-one. A dense or convolution layer is linear in its input, so the gradient that flows back is exact
-and that of its weights unbiased; a ReLU, in the layer or behind it, keeps one bit per element, and
-max pooling the place of the largest in each window.
+TensorFlow has no hooks for the tensors that a tape saves. A layer's call is therefore wrapped in a
+custom gradient that captures only the compressed input, and differentiates the layer at the
+decompressed one. A dense or convolution layer is linear in its input, so the gradient that flows
+back is exact and that of its weights unbiased; a ReLU, in the layer or after it, keeps one bit per
+element, and max pooling the position of the maximum in each window.
 
 Bits are looked up when a layer compresses, so the controller may change them without a new trace.
-Memory falls in traced steps (tf.function, fit), where control dependencies keep decompressing until
-it is needed. Run eagerly, gradients are the same, but tf.custom_gradient itself holds each result.
+Memory is saved in traced steps (tf.function, fit), where control dependencies delay decompression
+until it is needed. Eagerly, gradients are the same, but tf.custom_gradient holds each result.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
+from tensorflow.python.eager import record  # tf.recompute_grad stops its tape with this
 from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
 
 from sn_compress.codecs.base import Payload
@@ -45,9 +45,9 @@ def keep(
     compress: Callable[[Array], Array],
     of: Callable[[Any, Any], Any] = lambda x, y: tf.cast(x, tf.float32),
 ) -> tuple[Any, Any, Any]:
-    """Run a call hidden from tapes; return its result, what is kept, and the shape of its input.
+    """Run a call hidden from tapes; return its result, the kept bytes, and its input's shape.
 
-    compress, of : bytes are kept of what `of` makes of the input and the result
+    compress, of : kept are the bytes that `compress` returns for `of(input, result)`
     """
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
@@ -55,7 +55,7 @@ def keep(
             "as compressing runs on the host; expected a plain tf.function. In Keras: "
             "model.compile(jit_compile=False)."
         )
-    # A tape would keep the input that the buffer stands for.
+    # A tape would keep the input that the buffer replaces.
     with record.stop_recording():
         y = call(x)
         buffer = tf.numpy_function(compress, [of(x, y)], tf.uint8)
@@ -67,15 +67,15 @@ def keep(
 
 
 def restored(decompress: Callable[..., Array], inputs: list[Any], dtype: Any, like: Any) -> Any:
-    """Return what a NumPy function computes from what is kept, in the shape of an input."""
+    """Return a NumPy function's result from the kept bytes, in the shape of an input."""
     values = tf.numpy_function(decompress, inputs, dtype)
-    # numpy_function forgets even the rank, without which no layer can be called.
+    # numpy_function loses even the rank, without which no layer can be called.
     values.set_shape(like)
     return values
 
 
 def relu_by_signs(compressor: Compressor, key: str) -> Callable[..., Any]:
-    """Return a ReLU that keeps signs, which a compressor counts under a key."""
+    """Return a ReLU that keeps only signs, which a compressor counts under a key."""
     signs, from_signs = compressor.noting(key, _signs), compressor.timing(key, _from_signs)
 
     @tf.custom_gradient
@@ -105,11 +105,11 @@ def _from_signs(mask: Any, shape: Any) -> Array:
 
 @dataclass(frozen=True)
 class Places:
-    """Max pooling in windows that do not overlap; `bits` hold a place in a window.
+    """Max pooling in windows that do not overlap; `bits` hold a position in a window.
 
-    TensorFlow keeps the layer's whole input and output. Without overlap the gradient of a window
-    goes to one of its elements, the first maximum, and that place is all that must be kept: 2 bits
-    for a window of four.
+    TensorFlow keeps the layer's whole input and output. Without overlap, the gradient of a window
+    goes to one of its elements, the first maximum, so only its position must be kept: 2 bits for a
+    window of four.
     """
 
     height: int
@@ -118,10 +118,10 @@ class Places:
 
     @classmethod
     def of(cls, layer: Any) -> Places | None:
-        """Return those of a Keras layer; None if windows overlap, are padded or have over 16."""
+        """Return the object for a layer; None if windows overlap, are padded or exceed 16."""
         height, width = layer.pool_size
         disjoint = tuple(layer.strides) == (height, width) and layer.padding == "valid"
-        # Widths of which a byte holds a whole number.
+        # Widths that divide a byte.
         bits = next((bits for bits in (1, 2, 4) if height * width <= 1 << bits), None)
         if not disjoint or bits is None or layer.data_format != "channels_last":
             return None
@@ -130,7 +130,7 @@ class Places:
     def wrapped(
         self, call: Callable[..., Any], compressor: Compressor, key: str
     ) -> Callable[..., Any]:
-        """Return the layer's call, with a gradient that reads places, counted under a key."""
+        """Return the layer's call with a gradient from positions, counted under a key."""
         compress = compressor.noting(key, self.compress)
         spread = compressor.timing(key, self.spread)
 
@@ -151,25 +151,25 @@ class Places:
         return wrapped
 
     def _views(self, x: Array) -> Iterator[Array]:
-        """Per place in a window, a view of what lies there: [n, rows, columns, channels]."""
-        # What is left over at the lower and right edge is in no window.
+        """Per position in a window, a view of its elements: [n, rows, columns, channels]."""
+        # Elements left over at the lower and right edge are in no window.
         rows, columns = x.shape[1] // self.height, x.shape[2] // self.width
         for i in range(self.height):
             for j in range(self.width):
                 yield x[:, i :: self.height, j :: self.width][:, :rows, :columns]
 
     def compress(self, x: Array) -> Array:
-        """Return places of [n, height, width, channels], packed into uint8."""
+        """Return the maxima's positions in [n, height, width, channels], packed into uint8."""
         first, *others = self._views(x)
         best, place = first.copy(), np.zeros(first.shape, np.uint8)
         for number, other in enumerate(others, start=1):
-            # `>` and not `>=`: of equal ones the first, as TensorFlow's own gradient has it.
+            # `>`, not `>=`: the first of equal ones, as in TensorFlow's own gradient.
             np.copyto(place, number, where=other > best)
             np.maximum(best, other, out=best)
         return pack_codes(place.reshape(-1), self.bits)
 
     def spread(self, kept: Any, dy: Any, shape: Any) -> Array:
-        """Return a gradient of this shape: zeros, and each element of dy at its place."""
+        """Return a gradient of this shape: zeros, and each element of dy at its position."""
         place = unpack_codes(kept, dy.size, self.bits).reshape(dy.shape)
         gradient = np.zeros(tuple(shape), np.float32)
         for number, view in enumerate(self._views(gradient)):
@@ -182,24 +182,24 @@ MIN_ELEMENTS = 1024
 
 
 class Compressor:
-    """Compresses inputs of layers in the bits that a controller chose, and reports to it.
+    """Compresses inputs of layers with the bits that a controller chose, and reports to it.
 
     controller : chooses bits by the name of a layer
-    optimizer : of Keras, where momentum is read; None: magnitudes are those of gradients
+    optimizer : Keras optimizer whose momentum is read; None to use magnitudes of gradients
     seed, threads : of the codec
     """
 
     def __init__(self, controller: Controller, optimizer: Any, seed: int, threads: int) -> None:
         self.controller, self.optimizer = controller, optimizer
-        # Without a bound each group has the finest grid that its bits allow. Errors are not
-        # measured, which takes as long as encoding: the controller predicts them.
+        # Without a bound, each group has the finest grid that its bits allow. Errors are predicted
+        # by the controller, not measured: measuring takes as long as encoding.
         self._codecs: dict[int, Any] = {
             bits: named_codec(
                 "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
             )
             for bits in WIDTHS
         }
-        self._draws = 0  # tensors compressed so far: each is rounded by other random numbers
+        self._draws = 0  # tensors compressed so far: each is rounded with other random numbers
         self._step = -1
         self._first = ""
         self._observing = False
@@ -207,7 +207,7 @@ class Compressor:
         self.seconds: dict[str, float] = {}  # of packing and unpacking, by key
 
     def timing(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Return a function that packs or unpacks, and counts the seconds it takes."""
+        """Return a function that packs or unpacks, and records the seconds it takes."""
 
         def timed(*args: Any) -> Array:
             began = perf_counter()
@@ -218,11 +218,11 @@ class Compressor:
         return timed
 
     def noting(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
-        """The same for one whose bytes no choice of bits changes, which the controller counts."""
+        """Like `timing`, for bytes that no choice of bits changes; the controller counts them."""
         return self.timing(key, lambda *args: self.noted(key, function(*args)))
 
     def compress(self, key: str, x: Array) -> Array:
-        """A payload; or plain float32 where that is smaller, or too many elements escape."""
+        """A payload; or plain float32 if that is smaller, or too many elements overflow."""
         self._count(key)
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         bits = self.controller.bits(key)
@@ -232,14 +232,14 @@ class Compressor:
             return self._exact(key, flat)
         codec, self._draws = self._codecs[bits], self._draws + 1
         if self._observing:
-            # By the same draw as the payload, so that the variance is that of what is kept.
+            # With the payload's random draw, so that the variance is that of the kept values.
             quantised = codec.quantise(flat, step=self._draws)
             self.controller.observe(
                 key, n=flat.size, bits=bits, variance=quantised.variance(flat.size),
                 nonzero=float(np.count_nonzero(flat)) / flat.size,
             )  # fmt: skip
         payload = codec.encode(flat, state=[np.array([self._draws], np.int64)])
-        # More elements escaped than a payload has room for.
+        # More elements overflowed than a payload has room for.
         if payload.saturated:
             self.controller.overflowed(key)
             return self._exact(key, flat)
@@ -248,22 +248,22 @@ class Compressor:
     def decompress(self, buffer: Array, shape: Array) -> Array:
         """Return the values that `compress` kept."""
         n = int(np.prod(shape))
-        # No payload is as long: it has fewer bits for each element.
+        # No payload is this long: it has fewer bits per element.
         if buffer.size == 4 * n:
             return buffer.view(np.float32).reshape(shape)
         payload = Payload.from_bytes(buffer)
-        # By the payload, as bits may have changed since: a step reads what it kept itself.
+        # Use the payload's own bits: the current ones may have changed since.
         codec = next(codec for codec in self._codecs.values() if codec.settings == payload.settings)
         return np.asarray(codec.decode(payload).reshape(shape))
 
     def noted(self, key: str, kept: Array) -> Array:
-        """Let the controller count bytes that no choice changes: signs, places, what is exact."""
+        """Count bytes that no choice changes in the controller: signs, positions, exact values."""
         if self._observing:
             self.controller.observe_other(key, nbytes=kept.nbytes)
         return kept
 
     def arrived(self, key: str, layer: Any, x: Any, y: Any) -> Callable[[Array, Array], Any]:
-        """Return what observes the gradients that arrive at a layer: of its output, and weights."""
+        """Return a function that observes a layer's gradients: of its output and its weights."""
         about = {"outputs": int(y.shape[-1]), "coverage": coverage_of(layer, x.shape, y.shape)}
 
         def note(dy: Array, weights: Array) -> Any:
@@ -277,7 +277,7 @@ class Compressor:
         return note
 
     def refresh(self) -> None:
-        """Choose bits now from what was gathered; otherwise the next step does."""
+        """Choose bits now from the statistics gathered; otherwise the next step does."""
         for key, about in self._gathered.items():
             self.controller.observe_gradient(key, **about)
         if self._gathered:
@@ -285,8 +285,8 @@ class Compressor:
             self.controller.refresh()
 
     def _count(self, key: str) -> None:
-        """A step begins where the layer compresses that compressed first of all."""
-        # A traced step has no other mark: it calls nothing of ours at its start.
+        """Count a step when the layer compresses that was the very first to compress."""
+        # In a traced step none of our code runs at its start, so there is no other mark.
         self._first = self._first or key
         if key == self._first:
             self.refresh()
@@ -294,7 +294,7 @@ class Compressor:
             self._observing = self.controller.due(self._step)
 
     def _exact(self, key: str, flat: Array) -> Array:
-        """All bytes, which the controller counts until fewer are compressed."""
+        """All bytes uncompressed; the controller counts them until compression takes fewer."""
         if self._observing:
             self.controller.observe(key, n=flat.size, bits=None, variance=0.0)
         return flat.view(np.uint8)
@@ -302,7 +302,7 @@ class Compressor:
     def _yardstick(self, layer: Any, weights: Array) -> float:
         """Mean magnitude of momentum; for Adam that of its step, times the root of the mean of v.
 
-        Without momentum, that of the gradient. Entries that never had one have no step.
+        Without momentum, that of the gradient. Entries that never had a gradient have no step.
         """
         momentum, square = self._momenta(layer.kernel)
         if momentum is None:
@@ -315,14 +315,14 @@ class Compressor:
         return float((np.abs(momentum) * unit).mean() * np.sqrt(square.mean()))
 
     def _momenta(self, kernel: Any) -> tuple[Array | None, Array | None]:
-        """What a Keras optimizer remembers of a weight: means, and means of squares."""
+        """The Keras optimizer's moments of a weight: means, and means of squares."""
         own = self.optimizer
-        # A kernel under LoRA is a tensor: the weight and a product of two others.
+        # A kernel under LoRA is a tensor: the weight plus a product of two others.
         if own is None or not own.built or not isinstance(kernel, keras.Variable):
             return None, None
         place = own._trainable_variables_indices.get(own._var_key(kernel))
-        # Adam and what is made like it have the first name, SGD the other. Without momentum the
-        # list is empty.
+        # Adam and its variants use the first name, SGD the second. Without momentum the list is
+        # empty.
         first = getattr(own, "_momentums", None) or getattr(own, "momentums", None)
         second = getattr(own, "_velocities", None)
         if place is None or not first:
@@ -331,20 +331,19 @@ class Compressor:
 
 
 def coverage_of(layer: Any, inputs: Any, outputs: Any) -> float:
-    """Return the part of a Keras layer's products that do not meet padding; 1 if it is unknown."""
+    """Return the share of a Keras layer's products that do not meet padding; 1 if unknown."""
     if not hasattr(layer, "kernel_size") or layer.data_format != "channels_last":
         return 1.0
     sizes, output_sizes = inputs.as_list()[1:-1], outputs.as_list()[1:-1]
-    # No product meets padding where there is none; of unknown sizes the error is taken as large as
-    # it can be.
+    # Without padding, no product meets it; for unknown sizes assume the largest error.
     if None in (*sizes, *output_sizes) or layer.padding == "valid":
         return 1.0
     taps, strides, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
     spans = [(count - 1) * rate for count, rate in zip(taps, dilation, strict=True)]
-    # Causal: all of the padding comes before the input.
+    # Causal: all padding comes before the input.
     before = spans
     if layer.padding == "same":
-        # TensorFlow pads as much as the outputs need, and the odd element behind.
+        # TensorFlow pads as much as the outputs need, the odd element at the end.
         needed = zip(sizes, output_sizes, strides, spans, strict=True)
         before = [
             max((out - 1) * step + span + 1 - size, 0) // 2 for size, out, step, span in needed
@@ -356,12 +355,12 @@ _LINEAR = ("Dense", "Conv1D", "Conv2D", "Conv3D")
 
 
 class CompressedActivations:
-    """The layers of a model that are wrapped, until closed; a context manager.
+    """The wrapped layers of a model, until closed; a context manager.
 
-    controller : chooses the bits; `controller.rows()` has what is known of each layer's input
-    wrapped : names of the layers: their paths, where they have one; no two are equal
-    rerun : names of layers that run again in the backward pass, and keep their inputs alone
-    mix : what the sample showed; None without one
+    controller : chooses the bits; `controller.rows()` has the statistics of each layer's input
+    wrapped : unique names of the layers: their paths if they have one
+    rerun : names of layers that are recomputed in the backward pass, and keep only their inputs
+    mix : the choice made on the sample; None without a sample
     """
 
     def __init__(
@@ -382,13 +381,13 @@ class CompressedActivations:
                 self._wrap(layer)
         self._reruns = ExitStack()
         if mix:
-            # A budget with a sample is of all that the forward pass keeps.
+            # With a sample, the budget is for all that the forward pass keeps.
             self.controller.observe_other("kept unpacked", nbytes=mix.kept_bytes)
             self._reruns.enter_context(run_in_sections(mix.sections, model))
 
     def _wrap(self, layer: Any) -> None:
-        """Let a layer pack, if it is of a kind that does."""
-        # By name: a subclass may compute more in its call than is linear in its input.
+        """Wrap a layer if it is of a supported kind."""
+        # By name, because a subclass's call may not be linear in its input.
         kind, key, own = type(layer).__name__, self._name(layer), self._compressor
         signs = relu_by_signs(own, f"{key}/signs")
         if kind in _LINEAR:
@@ -409,7 +408,7 @@ class CompressedActivations:
         self.close()
 
     def close(self) -> None:
-        """Restore the calls of the layers. Compile the model again: it may hold a trace."""
+        """Restore the layers' calls. Compile the model again afterwards: it may hold a trace."""
         self._reruns.close()
         # In reverse, as one layer may have been changed twice.
         for layer, name, own in reversed(self._changes):
@@ -419,7 +418,7 @@ class CompressedActivations:
     def report(self) -> str:
         """Return a row per layer: elements, bits, predicted error of the weight's gradient.
 
-        Before them, with a sample, what it kept, and how much went each way.
+        With a sample, these follow the bytes that it kept and how they were treated.
         """
         if self.mix is None:
             return self.controller.report()
@@ -430,12 +429,12 @@ class CompressedActivations:
         )
 
     def seconds(self) -> dict[str, float]:
-        """Return seconds of packing and unpacking by key, and count anew."""
+        """Return seconds of packing and unpacking by key, and reset them."""
         taken, self._compressor.seconds = self._compressor.seconds, {}
         return taken
 
     def refresh(self) -> None:
-        """Choose bits now from what the last step gathered; otherwise the next step does."""
+        """Choose bits now from the last step's statistics; otherwise the next step does."""
         self._compressor.refresh()
 
     def _set(self, layer: Any, name: str, value: Any) -> None:
@@ -443,7 +442,7 @@ class CompressedActivations:
         setattr(layer, name, value)
 
     def _name(self, layer: Any) -> str:
-        """What the controller knows a layer by: a name that no other layer has."""
+        """Return a unique name of a layer, its key in the controller."""
         name = name_of(layer)
         count = sum(wrapped == name or wrapped.startswith(f"{name}:") for wrapped in self.wrapped)
         return f"{name}:{count + 1}" if count else name
@@ -457,8 +456,8 @@ class CompressedActivations:
         @tf.custom_gradient
         def compressed(x: Any) -> Any:
             y, buffer, shape = keep(call, x, compress)
-            # Taken here, so that the gradient does not capture `x` itself. Of Keras' settings the
-            # gradient needs mixed precision's: it runs outside of Keras' call, which casts weights.
+            # Read here, so that the gradient does not capture `x` itself. The gradient needs Keras'
+            # mixed-precision settings: it runs outside of Keras' call, which casts weights.
             static, dtype, then = x.shape, x.dtype, settings_now()
             note = own.arrived(key, layer, x, y)
 
@@ -466,15 +465,15 @@ class CompressedActivations:
                 with tf.control_dependencies([dy]):  # not before it is used
                     values = restored(decompress, [buffer, shape], tf.float32, static)
                 values, weights = tf.cast(values, dtype), list(variables or [])
-                # Persistent, as it is asked twice: for the weights' gradients, which need the
+                # Persistent, as it is used twice: for the weights' gradients, which need the
                 # decompressed input, and for the input's, which does not and comes last, so that
-                # inputs of two layers are not decompressed at a time.
+                # inputs of two layers are not decompressed at the same time.
                 with in_force(then), tf.GradientTape(persistent=True) as tape:
                     tape.watch(values)
                     rerun = call(values)
                 gradients = tape.gradient(rerun, weights, dy)
                 done = [gradient for gradient in gradients if gradient is not None]
-                # NumPy sees the memory of what arrives itself: nothing is copied.
+                # NumPy uses the memory of the arriving gradients: nothing is copied.
                 done += [
                     restored(note, [tf.cast(of, tf.float32) for of in (dy, gradient)], tf.int32, [])
                     for gradient in done
@@ -482,7 +481,7 @@ class CompressedActivations:
                 ]
                 with tf.control_dependencies(done):
                     dx = tape.gradient(rerun, values, dy)
-                # TensorFlow wants a pair only where it handed variables in.
+                # TensorFlow expects a pair only if it passed variables.
                 return (dx, gradients) if weights else dx
 
             return y, gradient
@@ -497,8 +496,8 @@ class CompressedActivations:
 def _without_activation(layer: Any, call: Callable[[Any], Any], x: Any) -> Any:
     """Call a layer as if it had no activation.
 
-    It has it again afterwards: a model that is saved, cloned or asked for its config while it is
-    compressed has its own activations. Past Keras, which lets no layer be set in one that is built.
+    It is restored afterwards, so that a model keeps its own activations if it is saved, cloned or
+    asked for its config meanwhile. Bypasses Keras, which forbids setting layers in a built one.
     """
     activation = layer.activation
     object.__setattr__(layer, "activation", keras.activations.linear)
@@ -523,46 +522,47 @@ def compress_activations(
 ) -> CompressedActivations:
     """Keep inputs of dense and convolution layers in few bits until closed, and signs of ReLUs.
 
-    Max pooling whose windows do not overlap keeps places in them. With a sample, layers and blocks
-    run again in the backward pass where that frees bytes for fewer seconds; what else layers keep
-    stays. Without `error`, `budget` and `bits`, inputs get 4 bits.
+    Max pooling whose windows do not overlap keeps positions in them. With a sample, layers and
+    blocks are recomputed in the backward pass where that frees bytes at a lower cost in seconds;
+    everything else that layers keep stays as it is. Without `error`, `budget` and `bits`, inputs
+    get 4 bits.
 
     Parameters
     ----------
     model
-        A Keras model; compile it with jit_compile=False, as compressing runs on the host. Compile
-        it, or make its tf.function, after this call: a trace made before goes on as it was. Bits
-        may change without a new trace.
+        A Keras model; compile it with jit_compile=False, as compression runs on the host. Compile
+        it, or make its tf.function, after this call: earlier traces keep everything uncompressed.
+        Bits may change without a new trace.
     error
         Acceptable deviation of a weight's gradient, as a fraction of its momentum's mean magnitude
         (of the gradient's, without an optimizer). For Adam both are taken in units of its step.
     budget
-        Instead: bytes that the wrapped layers may keep, "500 MiB" for example; with a sample, all
-        that its forward pass keeps for the backward pass.
+        Alternative to `error`: bytes that the wrapped layers may keep, "500 MiB" for example; with
+        a sample, all that the forward pass keeps for the backward pass.
     bits
-        Instead: 1, 2, 4 or 8, of each element of an input.
+        Alternative to both: 1, 2, 4 or 8 per element of an input.
     optimizer
-        Of Keras, where momentum is read: of SGD, and of Adam and what is made like it.
+        Keras optimizer whose momentum is read: SGD, Adam and its variants.
     sample
-        A batch of the model's inputs (a tuple: its arguments), as it is trained on. It is run to
-        measure what packing and running again take, and what they free. None: nothing runs again.
+        A batch of the model's inputs (a tuple: its arguments), as in training. It is run to measure
+        the cost and savings of packing and of recomputation. None: nothing is recomputed.
     every
-        Steps from one choice to the next, by what the step before it gathered.
+        Steps from one choice to the next, which uses the statistics of the step before it.
     start_bits
-        Until the first choice, which is at the second step; fewer where a sample shows that a
-        budget needs it.
+        Until the first choice, in the second step; fewer if the sample shows that a budget needs
+        fewer.
     seed, threads
         Of the codec.
 
     Raises
     ------
     ValueError
-        If no layer is dense, a convolution, a ReLU or such a pooling layer, and none runs again; or
-        a setting is illegal.
+        If no layer is dense, a convolution, a ReLU or such a pooling layer, and none is recomputed;
+        or a setting is invalid.
     BudgetError
-        If with the sample no mix fits the budget; says the smallest that would.
+        If no mix fits the budget on the sample; states the smallest budget that would.
     tf.errors.UnknownError
-        From the second step on, with the text of a BudgetError, if what is kept does not fit.
+        From the second step on, with the text of a BudgetError, if the kept bytes do not fit.
     """
     if error is None and budget is None and bits is None:
         bits = 4
@@ -572,24 +572,23 @@ def compress_activations(
     )
 
     def trial(excluded: Collection[int]) -> CompressedActivations:
-        # With a controller of its own: what the sample shows is no step of training.
+        # With its own controller, as running the sample is not a training step.
         fixed = Controller(bits=bits or start_bits)
         return CompressedActivations(
             model, Compressor(fixed, None, seed, threads), excluded=excluded
         )
 
     mix = None if sample is None else cheapest_mix(model, sample, trial, budget_bytes)
-    if mix:  # a budget is kept from the first step on
+    if mix:  # keep a budget from the first step on
         controller.start_bits = min(start_bits, mix.start_bits)
     compressor = Compressor(controller, optimizer, seed, threads)
-    # Packed inside of what runs again, a tensor would be packed in both runs, in the first for
-    # nothing.
+    # A tensor inside a recomputed section would be packed in both runs, the first time for nothing.
     excluded = layers_in(mix.sections) if mix else ()
     compressed = CompressedActivations(model, compressor, mix, excluded)
     if not (compressed.wrapped or compressed.rerun or (mix and budget_bytes is not None)):
         raise ValueError(
             f"compress_activations: {model.name} has no layer of {', '.join(_LINEAR)} or ReLU, so "
-            "there is nothing to compress. Pass the model that holds them, or budget= with a "
-            "sample= to let layers run again."
+            "there is nothing to compress. Pass the model that contains them, or budget= with a "
+            "sample= to recompute layers."
         )
     return compressed

@@ -1,10 +1,10 @@
 """chunked_cross_entropy: the product with the vocabulary and its loss, some rows at a time.
 
-Logits over a large vocabulary and their gradient are held at one op, so no plan of ops reduces
-them. Neither TensorFlow nor Keras has a loss in chunks, and a loss of split rows, whether each part
-runs again or not, holds a gradient of the whole kernel for each part. Here the loss of some rows
-and its gradient, which is known up to the factor that arrives, are computed from their logits,
-which are freed before those of the next rows are computed. In torch it is
+Logits over a large vocabulary and their gradient are live at one op, so no plan of ops can reduce
+them. Neither TensorFlow nor Keras has a chunked loss, and splitting the rows by hand, with or
+without recomputation, holds a full kernel gradient for each part. Here the loss of some rows and
+its gradient (up to the factor that arrives in the backward pass) are computed from their logits,
+which are freed before those of the next rows are computed. The equivalent in torch is
 `torch.nn.functional.linear_cross_entropy`.
 """
 
@@ -32,12 +32,12 @@ def chunked_cross_entropy(
     hidden
         [..., h] floats; rows are all dimensions but the last.
     kernel, bias
-        [h, v] and [v], as a Dense layer has them; they are cast to the type of `hidden`.
+        [h, v] and [v], as in a Dense layer; they are cast to the dtype of `hidden`.
     labels
         [...] integers, one for each row, in [0, v) or `ignore_class`.
     chunks
-        Rows are split into so many equal parts; the last may be smaller. They run one after the
-        other. The number of rows must be known when the step is traced.
+        Rows are split into this many equal parts, of which the last may be smaller; they run one
+        after the other. The number of rows must be known when the step is traced.
     ignore_class
         Rows of this label count neither in the sum nor in the mean.
     reduction
@@ -45,13 +45,13 @@ def chunked_cross_entropy(
 
     Returns
     -------
-    A scalar of the type of `hidden`, of half precision float32: the loss is that of float32 logits,
-    as Keras takes it.
+    A scalar of the dtype of `hidden`; float32 if that is half precision: the loss is computed from
+    float32 logits, as in Keras.
 
     Raises
     ------
     ValueError
-        For sizes that do not belong together, and a number of rows that is not known.
+        For sizes that do not match, or an unknown number of rows.
 
     Examples
     --------
@@ -82,7 +82,7 @@ def chunked_cross_entropy(
     if count is None or wanted.shape[0] not in (None, count):
         raise ValueError(
             f"got hidden {tuple(hidden.shape)} and labels {tuple(labels.shape)}, expected as many "
-            "labels as rows, and a number that is known. Give the batch a fixed size."
+            "labels as rows, and known sizes. Give the batch a fixed size."
         )
     has_bias = bias is not None
     inputs = [rows, kernel]
@@ -94,10 +94,10 @@ def chunked_cross_entropy(
         counted = tf.ones_like(wanted, wide)
     else:
         counted = tf.cast(wanted != ignore_class, wide)
-        # A class that exists, as the op checks labels; the row counts for nothing.
+        # The op checks labels, so take an existing class; the row does not count.
         wanted = tf.where(wanted == ignore_class, tf.zeros_like(wanted), wanted)
-    # A mean divides each row's share. In half precision, where that may round to zero before a
-    # scaled loss arrives, it divides the sums in the end.
+    # A mean divides each row's share. In half precision that may underflow before a scaled loss
+    # arrives, so there the sums are divided in the end.
     divisor = tf.reduce_sum(counted) if reduction == "mean" else tf.ones((), wide)
     last_divisor = tf.ones((), wide)
     if wide != rows.dtype:
@@ -109,13 +109,13 @@ def chunked_cross_entropy(
         rows, kernel = inputs[:2]
         total = tf.zeros((), wide)
         of_rows = []
-        # Added up in the wider type: half precision would round after each chunk.
+        # Accumulated in the wider dtype: half precision would round after each chunk.
         of_kernel = tf.zeros_like(kernel, wide)
         of_bias = tf.zeros_like(inputs[2], wide) if has_bias else None
         before: list[Any] = []
-        # Once where there are no rows: nothing is joined from no parts.
+        # At least once, also without rows: there has to be a part to join.
         for begin in range(0, max(1, count), size):
-            # In turn: TensorFlow would otherwise hold the logits of several chunks at a time.
+            # Serialized: otherwise TensorFlow would hold the logits of several chunks at a time.
             with tf.control_dependencies(before):
                 some = tf.identity(rows[begin : begin + size])
                 target, share = wanted[begin : begin + size], row_share[begin : begin + size]

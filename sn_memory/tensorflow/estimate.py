@@ -1,4 +1,4 @@
-"""estimate: what a training step will hold, by category, before anything of it is allocated."""
+"""estimate: the memory of a training step, by category, before any of it is allocated."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ _NOT_MODELLED = (
 def estimate(
     model: Any, sample: Any, *, optimizer: Any = None, device: Device | str | None = None
 ) -> Estimate:
-    """Estimate what a training step holds; nothing is allocated but what the model has already.
+    """Estimate the memory of a training step. Allocates nothing besides the model itself.
 
     Parameters
     ----------
     model, sample
-        As in `trace`; a tf.TensorSpec as sample will do.
+        As in `trace`; a tf.TensorSpec suffices as sample.
     optimizer
         A Keras optimizer or its name, for a model.
     device
-        A name of the table, as "h100": for its memory, and for predicted seconds.
+        A name of the table, e.g. "h100": for its capacity, and for predicted seconds.
 
     Raises
     ------
@@ -72,14 +72,14 @@ def estimate(
         return peak(trace(model, resized_args, profile=False).graph).bytes + held
 
     highest, captured, buffers = peak(traced.graph), traced.captured, traced.named.buffers
-    # By the captured step: in the graph, small variables are one storage, whatever their role.
+    # From the captured step: in the graph, small variables share one storage, whatever their role.
     roles = dict.fromkeys(("parameter", "state", "input"), 0)
     for value in (*captured.arguments, *captured.captures):
         role = "input" if value in captured.arguments else "state"
         if value in captured.variables and captured.variables[value].trainable:
             role = "parameter"
         roles[role] += buffers.sizes[value]
-    # By root: of tied weights, or of a sum, gradients may be one buffer.
+    # By root: gradients of tied weights, or of the terms of a sum, may share one buffer.
     gradients = {buffers.root[value] for value in captured.gradients}
     return Estimate(
         parameters_bytes=roles["parameter"],
@@ -89,7 +89,7 @@ def estimate(
         optimizer_bytes=held,
         activations_bytes=_left(traced),
         step_bytes=highest.bytes + held,
-        # The optimizer's state is in the step's peak already.
+        # The step's peak already contains the optimizer's state.
         update_bytes=0,
         peak_op=traced.graph.ops[highest.op].name,
         batch=_batch(args) if isinstance(model, keras.Model) or args else None,
@@ -103,26 +103,26 @@ def estimate(
 
 
 def _reserved(graph: Graph, held: int, device: Device | str | None) -> int:
-    """What a GPU's allocator reserves for the step, `held` bytes before it; 0 on a host."""
+    """Bytes that a GPU's allocator reserves for the step after `held` bytes; 0 on a host."""
     settings = bfc_settings(device)
     if settings is None or not settings.caching:
         return 0
-    # Of the step as it runs without a plan: nothing recomputed, all freed after its last use.
+    # For the step without a plan: nothing recomputed, everything freed after its last use.
     resident, step = stays(graph, policy("liveness")(graph, budget_bytes=None))
     return settings.reserved([*resident, (0, 1, held)], step).peak_bytes
 
 
 def _left(traced: Trace) -> int:
-    """Bytes live when the last forward op has run, but for the resident ones."""
+    """Bytes live after the last forward op, without resident storages."""
     graph = traced.graph
     forward = [at for at, op in enumerate(graph.ops) if op.phase == "forward"]
-    if not forward:  # of one linear layer nothing is needed again but its input
+    if not forward:  # a single linear layer needs nothing again but its input
         return 0
     return int(live_bytes(graph)[forward[-1]] - graph.base_bytes)
 
 
 def _batch(args: tuple[Any, ...]) -> int | None:
-    # Where inputs differ in their first size, no one knows which of them is the batch.
+    # If inputs differ in their first dimension, it is unknown which one is the batch.
     specs = [spec for spec in tf.nest.flatten(args) if isinstance(spec, tf.TensorSpec)]
     sizes = {spec.shape[0] if spec.shape.rank else None for spec in specs}
     return sizes.pop() if len(sizes) == 1 else None

@@ -56,9 +56,9 @@ def has_statistics(device: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """A block: the op that requested it, for what (`output`, `temp`), and bytes asked and given.
+    """A block: the op that requested it, its use (`output`, `temp`), bytes requested and allocated.
 
-    What a Python function in the graph returns was requested "outside of ops".
+    The results of a Python function in the graph are requested "outside of ops".
     """
 
     op: str
@@ -75,16 +75,16 @@ class Allocations:
     peak_bytes
         The most that was requested and not yet freed, beyond what was held at the start.
     allocated_peak_bytes
-        The same in blocks as handed out.
+        The same, in the sizes of the allocated blocks.
     left_bytes
         Requested and not freed at the end.
     holders
-        What was held at the peak of `peak_bytes`, largest first.
+        The blocks held at `peak_bytes`, largest first.
     scratch_bytes
-        Per `tf.profiler.experimental.Trace` that was open meanwhile with a name that begins with
-        MARK: the most requested in it, less what it left.
+        Per `tf.profiler.experimental.Trace` in the context whose name begins with MARK: the most
+        requested in it, less what it left.
     held_bytes
-        Per such trace: requested since the context was opened and not freed when the trace ended.
+        Per such trace: requested since the context was entered and not freed at the trace's end.
 
     Raises
     ------
@@ -117,7 +117,7 @@ class Allocations:
 
     def __enter__(self) -> Allocations:
         self._folder = tempfile.TemporaryDirectory(prefix="sn_memory")
-        # The allocator's events are the host's; Python's calls and a device's kernels are not read.
+        # Allocator events are host events; Python calls and device kernels are not needed.
         options = tf.profiler.experimental.ProfilerOptions(
             host_tracer_level=2, python_tracer_level=0, device_tracer_level=0
         )
@@ -142,9 +142,9 @@ class Allocations:
 
 
 def _account(events: list[Event]) -> tuple[list[int], int, tuple[Holding, ...]]:
-    """Return what is held before the first event and after each, the most handed out, and holders.
+    """Return bytes held before and after each event, the allocated peak, and the peak's blocks.
 
-    A block that was handed out before the first event does not count when it is freed.
+    A block allocated before the first event does not count when it is freed.
     """
     held: dict[int, Holding] = {}
     asked, handed_out, most_handed_out = [0], 0, 0
@@ -172,7 +172,7 @@ def _account(events: list[Event]) -> tuple[list[int], int, tuple[Holding, ...]]:
 
 
 def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, int, int]]]:
-    """Return what one allocator did, in the order of time, and the marks: name, begin, end."""
+    """Return an allocator's events in order of time, and the marks: name, begin, end."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     events: list[Event] = []
@@ -189,7 +189,7 @@ def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, in
                     begin = line.timestamp_ns * 1000 + event.offset_ps
                     if name.startswith(MARK):
                         marks.append((name, begin, begin + event.duration_ps))
-                    # Before the fields are read: most events of a trace are of others.
+                    # Checked before the fields are read: most events are not the allocator's.
                     if name not in (_ALLOCATED, _FREED):
                         continue
                     stats = {keys[stat.metadata_id]: _value(stat, keys) for stat in event.stats}

@@ -1,9 +1,9 @@
-"""A Keras model: its variables, twins of it, steps of it, its state put back; two runs compared.
+"""Keras models: variables, twins, training steps, restoring state, and comparing two runs.
 
-A tensor that is zero but for rounding, as the gradient of a bias before batch norm, differs by all
-of itself when sums are taken in another order. So a difference is not taken relative to its
-tensor's largest value where that value itself is rounding; what rounding does is measured, by a
-run with weights changed at random in their last bit.
+A tensor that is zero except for rounding, such as the gradient of a bias before batch norm, differs
+by 100 % when sums are computed in another order. So a difference is not taken relative to its
+tensor's largest value if that value itself is rounding error; the effect of rounding is measured by
+a run with weights perturbed at random in their last bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from keras.src.models.functional import Functional  # keras.Model makes it; it h
 from .errors import TraceError
 from .guards import tensors_in
 
-# What Keras sets around a call; all else that it keeps for a thread are settings and seeds.
+# State that Keras sets around a call; everything else it keeps per thread are settings and seeds.
 _AROUND: Final = ("current_call_ctx", "autocast_scope", "name_scope_stack", "stateless_scope")
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ T = TypeVar("T")
 def check_model(model: Any, sample: Any) -> None:
     """Raise TraceError for a model that is not built, or whose `call` a twin would not have.
 
-    TypeError where a functional model of several inputs is given them one by one.
+    Raise TypeError if a functional model of several inputs gets one tensor.
     """
     if not model.built:
         raise TraceError(
@@ -42,8 +42,8 @@ def check_model(model: Any, sample: Any) -> None:
         )
     if "call" in model.__dict__:
         raise TraceError(
-            "the model's call was replaced on the instance, so that of its class would not be the "
-            "whole of it. Put the change into a subclass."
+            "the model's call was replaced on the instance, and a plan runs the one of its class. "
+            "Put the change into a subclass."
         )
     first = sample[0] if isinstance(sample, tuple) and sample else sample
     if type(model).call is Functional.call and len(model.inputs) > 1 and _is_array(first):
@@ -71,8 +71,8 @@ def variables_of(model: Any) -> list[Any]:
 def uncast(variables: Iterable[Any]) -> list[Any]:
     """Return TensorFlow's variables behind those of Keras.
 
-    Under a policy of mixed precision, `value` within the call of a model is a cast of the variable:
-    a tape that watches it has no gradient for the weight.
+    Under a mixed-precision policy, `value` within the call of a model is a cast of the variable: a
+    tape that watches it has no gradient for the weight.
     """
     return [variable._value for variable in variables]
 
@@ -84,9 +84,9 @@ def compute_dtypes(model: Any) -> list[Any]:
 
 
 def call_arguments(sample: Any) -> tuple[Any, ...]:
-    """Return the positional arguments of a sample, as tensor specifications where they can be.
+    """Return the positional arguments of a sample, tensors as specifications where possible.
 
-    A list is several samples to `plan`, and refused here.
+    A list means several samples to `plan`, and is refused here.
     """
     if isinstance(sample, list):
         raise TypeError(
@@ -122,7 +122,7 @@ def as_tensors(sample: Any) -> tuple[Any, ...]:
 
 
 def has_values(sample: Any) -> bool:
-    """Say whether a sample can be run: it holds no tf.TensorSpec, or that of a ragged tensor."""
+    """Whether a sample can be run: it contains no tf.TensorSpec, nor one of a ragged tensor."""
     return not any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(sample))
 
 
@@ -131,26 +131,26 @@ def _is_array(leaf: Any) -> bool:
 
 
 def _is_composite(leaf: Any) -> bool:
-    """Whether a leaf is several tensors, as a RaggedTensor is."""
-    # A variable is composite, too.
+    """Whether a leaf consists of several tensors, e.g. a RaggedTensor."""
+    # Variables are composite tensors, too.
     return isinstance(leaf, tf.__internal__.CompositeTensor) and not isinstance(leaf, tf.Variable)
 
 
 def twin_of(model: Any, mixin: type) -> Any:
-    """Return a model that shares everything with another and whose class has a mixin first."""
+    """Return a model that shares everything with another, and whose class begins with a mixin."""
     kind: Any = type(model)
 
-    # Whoever asks for the signature of `call`, as Keras does, gets that of the model.
+    # Keras inspects the signature of `call`, and gets that of the model.
     @functools.wraps(kind.call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return mixin.call(self, *args, **kwargs)  # type: ignore[attr-defined]
 
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "call": call}
     names["__doc__"] = kind.__doc__
-    # Not by its `__init__`, which would make layers and variables of its own.
+    # Not by `__init__`, which would create new layers and variables.
     twin: Any = object.__new__(type(kind.__name__, (mixin, kind), names))
     twin.__dict__.update(model.__dict__)
-    # The functions that Keras has compiled call the model they were compiled for.
+    # Functions that Keras has already made call the model they were made for.
     for key in ("train_function", "test_function", "predict_function"):
         if key in twin.__dict__:
             twin.__dict__[key] = None
@@ -158,10 +158,10 @@ def twin_of(model: Any, mixin: type) -> Any:
 
 
 def without_warning(function: Any) -> Any:
-    """Have TensorFlow not warn that a tf.function is traced often.
+    """Suppress TensorFlow's warning that a tf.function is traced often.
 
-    It counts by the function's code: where one is made anew for each model or kind of input, that
-    looks like one function that is traced again and again.
+    TensorFlow counts by the function's code, so functions made anew for each model or kind of input
+    look like one function that is traced again and again.
     """
     function._omit_frequent_tracing_warning = True
     return function

@@ -1,6 +1,6 @@
-"""plan: a Keras model, or a training step, that keeps a budget.
+"""plan: make a Keras model, or a training step, that trains within a budget.
 
-A planned model is the model: same class, variables and settings. What changes is its `call`
+A planned model has the same class name, variables and settings; only its `call` changes
 (planned_call.py). The model passed in stays as it is; both share layers and variables.
 """
 
@@ -55,41 +55,42 @@ def plan(
     time_limit_s: float = 60.0,
     strict: bool = False,
 ) -> Any:
-    """Return a Keras model as one that trains within a budget of bytes, with the same gradients.
+    """Return a Keras model that trains within a memory budget, with the same gradients.
 
     Parameters
     ----------
     model
-        Built, not necessarily compiled. It stays as it is. One that is planned already keeps its
-        plans for other inputs.
+        Built, not necessarily compiled. It stays as it is. A model that is already planned keeps
+        its plans for other inputs.
     sample
         An input like those of training, as in `trace`. Or a list of such inputs, each planned for:
         the smallest and the largest, say. An input of another kind (shapes, types, flags, rates)
-        gets a plan when it comes: the fastest existing plan that keeps the budget, or a new one, or
-        layers that run again.
+        gets a plan when it first occurs: the fastest existing plan that keeps the budget, a new
+        plan, or layers that are recomputed.
     budget
-        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
-        that of the largest. Variables, gradients and the input count. For a GPU, present or named,
-        what TensorFlow's allocator reserves keeps it as well. "limit", the default: what this
-        process may still allocate on the model's device.
+        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak (of the largest
+        sample, if there are several). Variables, gradients and the input count. For a GPU, present
+        or named, the memory reserved by TensorFlow's allocator keeps it as well. "limit", the
+        default: what this process may still allocate on the model's device.
     planner, techniques
-        As in `sn_memory.plan_graph`; `offload` is not among the techniques here.
+        As in `sn_memory.plan_graph`; the technique `offload` is not available here.
     time_limit_s
-        Seconds on the wall, kept to a tenth, that timing ops and searching share; timing has half
-        of them at most. Tracing and the trial come on top; so do steps that `layers` measures.
+        Wall-clock seconds, kept to within a tenth, that timing ops and searching share; timing gets
+        at most half of them. Tracing and the trial come on top, and so do the steps that `layers`
+        measures.
     backend
-        `graph` runs the traced ops one by one as planned. `layers` runs chosen layers again in the
-        backward pass; it takes any model and a real sample, on which it measures. `auto` is
-        `graph`, and `layers` with a warning where tracing or the trial fails.
+        `graph` runs the traced ops one by one as planned. `layers` recomputes chosen layers in the
+        backward pass; it takes any model, and measures on a real sample. `auto` is `graph`, or
+        `layers` with a warning if tracing or the trial fails.
     profile, device
         As in `trace`.
     optimizer
         A Keras optimizer; its state counts as well.
     state
-        Refused, but for None: see `sn_memory.torch.plan`.
+        Only None; see `sn_memory.torch.plan`.
     strict
-        Raise PlanError or BudgetError, when a call comes, where a warning would say that what runs
-        is slower than a plan of its ops, above the budget, or the model's own.
+        In a call, raise PlanError or BudgetError where a warning would otherwise say that what runs
+        is slower than a plan of its ops, exceeds the budget, or is the model without a plan.
 
     Returns
     -------
@@ -99,25 +100,25 @@ def plan(
     Raises
     ------
     TraceError
-        For a model that cannot be traced, with the back end `graph`; the message says where. For
-        one that no back end takes: not built, or with a `call` of its own on the instance.
+        With `graph`, for a model that cannot be traced; the message says where. With any back end,
+        for a model that is not built, or whose `call` was replaced on the instance.
     BudgetError
         If no plan keeps the budget; carries the smallest peak found and its op.
     PlanError
-        Without a budget, where nothing says what is free; names what was read.
+        Without a budget, if no source says how much memory is free; names the sources read.
 
     Notes
     -----
-    The planned step is built here and, with a real sample, run once and compared with the plain
-    one; the model is left as it was.
+    The planned step is built here. With a real sample it also runs once and is compared with the
+    plain step; the model is left as it was.
 
     Compile the returned model with `jit_compile=False`, or leave Keras' default: "auto" is taken as
-    False here. Called eagerly, outside of any tf.function, the model runs plainly and warns: eager
-    TensorFlow holds all arguments of what it calls.
+    False here. Called eagerly, outside of any tf.function, the model runs without its plan and
+    warns: eager TensorFlow holds all arguments of the functions it calls.
 
-    `fit` and `train_on_batch` put each kind of batch into a function of its own, so that its shape
-    is known when it is planned. In a tf.function that leaves sizes open (reduce_retracing, an
-    input_signature with None), layers run again.
+    `fit` and `train_on_batch` use a separate function for each kind of batch, so that its shape is
+    known when it is planned. In a tf.function with unknown sizes (reduce_retracing, an
+    input_signature with None), layers are recomputed instead.
 
     Examples
     --------
@@ -162,14 +163,14 @@ def plan(
 def _for_several(
     model: Any, samples: list[Any], budget: float | str, options: PlanOptions, backend: str
 ) -> Any:
-    """Plan for the largest sample first, of whose step a percentage is, and then for the others."""
+    """Plan for the largest sample, to whose step a percentage refers, then for the others."""
     if not samples:
         raise ValueError("got an empty list of samples, expected at least one.")
     largest, *others = sorted(samples, key=_elements, reverse=True)
     model = _ModelPlanner(model, largest, budget, options).twin(backend)
     first: PlanRecord = model.__dict__[RECORD]
     if first.traced is None:
-        # Smaller inputs take the same layers.
+        # Smaller inputs use the same choice of layers.
         return model
     for sample in others:
         model = _ModelPlanner(model, sample, first.budget_bytes, options).twin(backend)
@@ -190,7 +191,7 @@ class _ModelPlanner:
         self.name = type(self.plain).__name__
         self.sample, self.budget, self.options = sample, budget, options
         check_model(self.plain, sample)
-        # First: malloc returns only blocks that it hands out from then on.
+        # First, because malloc returns only blocks that it allocates from then on.
         return_freed()
         if budget == LIMIT:
             self.budget = limit_budget(
@@ -207,14 +208,14 @@ class _ModelPlanner:
             else:
                 twin = self.by_either()
         record: PlanRecord = twin.__dict__[RECORD]
-        # Not before: without options, an input that is not the planned one fails in the trial,
-        # where it would be planned for otherwise.
+        # Not earlier: without options, an input other than the planned one fails in the trial
+        # instead of being planned for.
         record.options, record.sample = self.options, call_arguments(self.sample)
         log.info("%s planned by %s: %s", self.name, record.backend, summary(record.plan))
         return twin
 
     def by_graph(self, *, all_counted: bool) -> Any:
-        """Return the model planned by its ops; if `all_counted`, only where none is uncounted."""
+        """Return the model planned by its ops; raise if `all_counted` and some are not counted."""
         then = settings_of(self.plain)
         with _as_trace_error():
             report_progress("trace", 0, 1)
@@ -229,7 +230,7 @@ class _ModelPlanner:
         if traced.uncounted and all_counted:
             raise TraceError(f"{traced.uncounted}, and layers are measured")
         _warn_of_uncounted(traced)
-        # Outside of `_as_trace_error`: a budget that cannot be kept is no failure to trace.
+        # Outside of `_as_trace_error`: a budget that cannot be kept is not a tracing failure.
         plan = self.options.plan(traced.graph, self.budget)
         with _as_trace_error():
             program = Program(traced, plan, read)
@@ -237,7 +238,7 @@ class _ModelPlanner:
             record.take_over(self.before)
             record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
             report_progress("trial", 0, 1)
-            # Near the limit of the process, malloc is to return what the step frees.
+            # Near the limit of the process, malloc has to return what the step frees.
             if main_device() == "CPU:0":
                 return_freed(plan.peak_bytes)
             return self.tried(record, program)
@@ -266,7 +267,7 @@ class _ModelPlanner:
             refusal = error
         try:
             twin = self.by_layers()
-        # Its message is of layers; the note says why layers were tried.
+        # Its message is about layers; the note says why layers were tried.
         except BudgetError as error:
             error.add_note(f"It was planned by layers, because as a list of ops: {refusal}")
             raise
@@ -295,12 +296,12 @@ def plan_step(
     device: Device | str | None = None,
     time_limit_s: float = 60.0,
 ) -> PlannedStep:
-    """Return a training step that keeps a budget of bytes and does the same.
+    """Return a training step that computes the same within a memory budget.
 
     Parameters
     ----------
     step
-        A function with or without tf.function that holds the gradient tape, and the update where
+        A function, with or without tf.function, that contains the gradient tape, and the update if
         that is to be planned too.
     sample
         Its arguments: a tuple of tensors, arrays or tf.TensorSpec, or a single one.
@@ -310,8 +311,8 @@ def plan_step(
     Returns
     -------
     A callable for arguments like the sample's; its `sn_memory` has the trace and the plan, and
-    writes the report. Other shapes or types raise, and other values of what is no tensor (numbers,
-    flags, models, variables): those are constants of the plan.
+    writes the report. It raises for other shapes or types, and for other values of arguments that
+    are not tensors (numbers, flags, models, variables): those are constants of the plan.
 
     Raises
     ------
@@ -364,7 +365,7 @@ def plan_step(
 
 @contextmanager
 def _as_trace_error(what: str = "the step could not be made a list of ops") -> Iterator[None]:
-    """Turn whatever fails while a step is traced or built into a TraceError."""
+    """Raise any exception during tracing or building as a TraceError."""
     try:
         yield
     except TraceError:

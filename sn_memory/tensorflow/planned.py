@@ -1,4 +1,4 @@
-"""What a planned Keras model or step carries as `sn_memory`: what runs, and what it reports."""
+"""`sn_memory` of a planned Keras model or step: its steps, and what it reports."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from .target import bfc_settings
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
-# What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` asks for.
+# Runs a call as planned; both have `plan`, `run`, `settings` and what `verify` needs.
 Step = Program | LayerStep
-# How many of the kinds of input that come while training are kept: each holds a traced graph.
+# How many kinds of input planned while training are kept: each holds a traced graph.
 KINDS = 32
 
 
@@ -35,7 +35,7 @@ KINDS = 32
 class PlanOptions:
     """How to plan graphs; the parameters are those of `plan`.
 
-    plan_graph : that of `sn_memory`: plan.py alone imports the planner
+    plan_graph : that of `sn_memory`, passed in because only plan.py imports the planner
     """
 
     plan_graph: Callable[..., Plan]
@@ -56,10 +56,10 @@ class PlanOptions:
             )
 
     def plan(self, graph: Graph, budget: float | str, *, from_sqrt_n: bool = True) -> Plan:
-        """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere."""
+        """Return a plan within a budget of reserved bytes (on a GPU) or live bytes (elsewhere)."""
         limit_s = self.time_limit_s
 
-        # Seconds are given where a plan that was above its budget is searched again, lower.
+        # Seconds are passed when the search is repeated with a lower budget after exceeding it.
         def search(live_bytes: float | str, seconds: float | None) -> Plan:
             return self.plan_graph(
                 graph,
@@ -75,50 +75,50 @@ class PlanOptions:
         if allocator is None:
             planned = search(budget, None)
         else:
-            # A share is of live bytes: reserved ones are known of plans alone.
+            # A percentage refers to live bytes: reserved bytes are known only for a plan.
             allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
             planned = within_reserved(graph, allowed, search, allocator)
-        # Whatever planned it: what is carried out has passed the independent check.
+        # Whatever planner made it, only plans that pass the independent check are run.
         check_plan(graph, planned)
         return planned
 
     def search(self, budget_bytes: int) -> Callable[[Graph], Plan]:
-        """Return what plans a graph within a budget, in about SEARCH_S."""
+        """Return a function that plans a graph within a budget, in about SEARCH_S."""
         options = replace(self, time_limit_s=SEARCH_S)
         return lambda graph: options.plan(graph, budget_bytes, from_sqrt_n=False)
 
 
 @dataclass(repr=False)
 class PlanRecord(PlannedRecord[Trace, Step]):
-    """What a planned model or step carries as `sn_memory`.
+    """Record of a planned model or step, its `sn_memory`.
 
     Parameters
     ----------
     backend
-        What carries the plan out: `graph` or `layers`.
+        The back end that runs the plan: `graph` or `layers`.
     traced, latest_plan
-        What `plan` planned last, and how, of several samples the largest; with `layers`, there is
-        no trace.
+        The trace and plan that `plan` made last, for the largest sample if there are several; with
+        `layers` there is no trace.
     kept
-        What runs, per kind of input.
+        The step per kind of input.
     """
 
     backend: str
     traced: Trace | None
     latest_plan: Any
     kept: dict[Hashable, KeptStep[Step]] = field(default_factory=dict)
-    # What runs layers again, for any input, if `plan` chose these.
+    # The step that recomputes layers, for any input, if `plan` chose layers.
     layers: LayerStep | None = None
-    # Why calls were run plainly; each reason is warned about once.
+    # Reasons why calls ran without a plan; each is warned about once.
     refused: set[Hashable] = field(default_factory=set)
-    # How the model was planned last, and for what, with tf.TensorSpec in the place of tensors; None
-    # for a step, and until `plan` is done.
+    # The latest options, and the sample with tf.TensorSpec in the place of tensors; None for a step
+    # function, and until `plan` is done.
     options: PlanOptions | None = None
     sample: tuple[Any, ...] = ()
     # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
-    # How often the model was traced into a function, and the step that was last.
+    # How often the model was traced into a function, and the step used last.
     count: int = 0
     running: Step | None = None
 
@@ -130,7 +130,7 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     def planned_inputs(self) -> list[str]:
         if self.layers is not None:
             return ["any"]
-        # A step function has no kinds: it takes arguments like its sample's alone.
+        # A step function has no kinds: it only takes arguments like its sample's.
         return super().planned_inputs or ["as its sample"]
 
     @property
@@ -148,7 +148,7 @@ class PlanRecord(PlannedRecord[Trace, Step]):
         return self.options is not None and self.options.strict
 
     def take_over(self, before: PlanRecord | None) -> None:
-        """Keep what `plan` planned for other inputs; what came while training is planned anew."""
+        """Take over plans that `plan` made for other inputs; those made in training are dropped."""
         if before is not None:
             self.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
             self.layers = before.layers
@@ -161,15 +161,15 @@ class PlanRecord(PlannedRecord[Trace, Step]):
         how: str,
         seconds: float | None = None,
     ) -> None:
-        """Keep what runs for a kind of input, whose calls have a key.
+        """Keep the step for a kind of input, whose calls have a key.
 
-        With the seconds that planning took while training, it is kept while there is room: the kind
-        that was not used for longest goes first.
+        With `seconds`, those that planning took while training, it is kept while there is room: the
+        least recently used kind is dropped first.
         """
         summary = PlannedKind(
             describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
         )
-        # As the last of all, also where it was kept before.
+        # Append it as the last one, even if it was kept before.
         self.kept.pop(kind, None)
         self.kept[kind] = KeptStep(step, summary, used=None if seconds is None else self.count)
         online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
@@ -180,8 +180,8 @@ class PlanRecord(PlannedRecord[Trace, Step]):
 class PlannedStep:
     """A training step that runs as planned.
 
-    plain : the step before
-    sn_memory : trace, plan and report, as of a planned model
+    plain : the original step
+    sn_memory : trace, plan and report, as for a planned model
     """
 
     def __init__(self, plain: Any, traced: Trace, plan: Plan) -> None:
@@ -196,16 +196,16 @@ class PlannedStep:
             emission.forward()
             return [emission.need(value) for value in captured.outputs]
 
-        # With a signature, other shapes raise; without, they would be traced into the same ops.
+        # With a signature other shapes raise; without one they would be traced to the same ops.
         specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
         self._run = tf.function(run, autograph=False, input_signature=specs)
 
     def put_together(self) -> None:
-        """Build the graph of the planned ops, which the first call would do otherwise."""
+        """Build the graph of the planned ops now instead of in the first call."""
         self._run.get_concrete_function()
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step; arguments as of the sample, results as of the plain step."""
+        """Run the step; it takes arguments like the sample's and returns what the step returns."""
         check_constants(self._constants, args)
         return refilled(self.sn_memory.trace.structure, self._run(*argument_tensors(args)))
 
@@ -216,7 +216,7 @@ def plain_class(planned: type) -> Any:
 
 
 def plain_model(model: Any) -> Any:
-    """Return a planned model as it was before; any other as it is."""
+    """Return the model before planning; a model without a plan as it is."""
     if RECORD not in model.__dict__:
         return model
     plain: Any = object.__new__(plain_class(type(model)))

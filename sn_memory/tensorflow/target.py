@@ -1,7 +1,7 @@
-"""The device that is planned for: which it is, what its allocator may reserve, and its limit.
+"""The target device: its memory limit and its allocator's settings.
 
-Plans for a GPU, present or named, keep their budget by what TensorFlow's allocator reserves. On a
-host the budget is of live bytes.
+For a GPU, present or named, the bytes reserved by TensorFlow's allocator keep the budget. On a host
+the budget is for live bytes.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ _DRIVERS = ("cuda_malloc_async", "cuda_malloc")
 def limit_budget(
     model: Any, sample: Any, *, optimizer: Any = None, device: Device | str | None = None
 ) -> int:
-    """Return the bytes that a step may hold in this process, variables and input included.
+    """Return the bytes that a step may hold in this process, including variables and input.
 
-    On a GPU the limit is that of TensorFlow's allocator.
+    On a GPU, TensorFlow's allocator sets the limit.
     """
     if isinstance(device, str) and main_device() == "CPU:0":
         return named(device).usable_bytes
-    # What the step counts is among what is used by now: it is added to what is free.
+    # Variables and input are in use already, and the step counts them: add them to the free bytes.
     held = {id(v): v for v in (*model.variables, *getattr(optimizer, "variables", ()))}
     inputs = [tensor for tensor in tf.nest.flatten(sample) if isinstance(tensor, tf.Tensor)]
     resident = sum(map(bytes_of, (*held.values(), *inputs)))
@@ -42,13 +42,13 @@ def limit_budget(
 
 
 def bfc_settings(device: Device | str | None) -> BFCSettings | None:
-    """Return the settings of the allocator of the GPU that is planned for; None on a host.
+    """Return the allocator's settings on the target GPU; None on a host.
 
-    device : as `plan` has it; a name counts where no GPU is here
+    device : as in `plan`; a name is used if there is no GPU here
     """
     if main_device() != "CPU:0":
         gpu = tf.config.list_physical_devices("GPU")[0]
-        # For a GPU that is divided into logical devices TensorFlow ignores that memory may grow.
+        # For a GPU divided into logical devices, TensorFlow ignores memory growth.
         divided = tf.config.get_logical_device_configuration(gpu) is not None
         growth = not divided and bool(tf.config.experimental.get_memory_growth(gpu))
         limit = _limit_bytes()
@@ -66,11 +66,11 @@ def bfc_settings(device: Device | str | None) -> BFCSettings | None:
 
 def _limit_bytes() -> int:
     """Return the most that TensorFlow's allocator may reserve on the first GPU."""
-    # tf.config tells a limit only where the user has set one.
+    # tf.config returns a limit only if the user has set one.
     devices = device_lib.list_local_devices()
-    return int(next(one for one in devices if one.device_type == "GPU").memory_limit)
+    return int(next(device for device in devices if device.device_type == "GPU").memory_limit)
 
 
 def _switch(name: str, usual: bool) -> bool:
-    """Return a switch as TensorFlow reads it: words other than true and false are ignored."""
+    """Read an environment switch as TensorFlow does: values but true and false are ignored."""
     return {"true": True, "false": False}.get(os.environ.get(name, ""), usual)

@@ -1,6 +1,6 @@
-"""sn_memory for torch: a model that trains within a budget of bytes, with the same gradients."""
+"""sn_memory for torch: train a model within a memory budget, with the same gradients."""
 
-# What is imported below needs the framework: without it, one sentence and no traceback into here.
+# The imports below need torch: without it, the user gets one sentence instead of a traceback.
 # ruff: noqa: E402
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .host.buffers import HostState, PinnedState
     from .policy.policy import SelectivePolicy, checkpoint_policy
 
-# Loaded at first use (PEP 562): no plan needs them, unless it is asked for state on the host.
+# Loaded at first use (PEP 562): only plans with state on the host need any of them.
 _HOME = {
     "CompressedActivations": ".activations.compress",
     "HostState": ".host.buffers",

@@ -1,13 +1,13 @@
-"""Gradients that exist when a step begins: of earlier micro-batches, or zeros nobody dropped.
+"""Gradients that exist when a step begins: from earlier micro-batches, or zeros that were kept.
 
-A step is planned as torch's first: without gradients. With those of an earlier micro-batch it takes
-at most their bytes more than planned. Where the budget has no room for that, the step is planned
-once more, with these bytes resident and each new gradient added to the old one as soon as it is
+A step is planned as the first one: without existing gradients. Those of an earlier micro-batch add
+at most their bytes to the planned peak. If the budget has no room for them, the step is planned
+again, with these bytes resident and each new gradient added to the old one as soon as it is
 computed; from then on there are two plans, one for each case.
 
-Several forward passes before one backward pass are counted: what the waiting ones hold, and the
-gradients of one pass, which wait for those of the next. No plan is made for that; where it is more
-than the budget a warning says by how much.
+Several forward passes before one backward pass are counted as well: what the waiting passes hold,
+and the gradients of one pass, which wait for those of the next. They get no plan of their own; if
+they exceed the budget, a warning says by how much.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ def fitting(
     arguments: Arguments,
     parameters: Sequence[torch.nn.Parameter],
 ) -> Step:
-    """Return the step to run in place of one that was planned: another if there are gradients.
+    """Return the step to run: the planned one, or one with room for existing gradients.
 
-    What is planned now is kept in the model's record; arguments are written as the sample was.
+    A new plan is kept in the model's record; arguments are in the form of the sample.
     """
     record: PlanRecord = model.__dict__[RECORD]
-    # With state on the host, earlier gradients lie on the host or are counted. Parameters that
-    # functional_call swaps in need be no leaves, and then have no gradients.
+    # With state on the host, earlier gradients are on the host or are counted. Parameters that
+    # functional_call swaps in may be non-leaves, and then have no gradients.
     has_gradients = any(param.is_leaf and param.grad is not None for param in parameters)
     if record.state is None and step.runs_here and has_gradients:
         step = _with_gradients(model, record, step, arguments)
@@ -59,13 +59,13 @@ def fitting(
 
 
 def peak_of_several(model: torch.nn.Module, step: Step, waiting: Mapping[Any, int]) -> int:
-    """Return the most that a step takes while forward passes wait for their backward passes.
+    """Return the peak of a step while forward passes wait for their backward passes.
 
     waiting : per step, how many passes
 
-    During the first backward pass all of them are held. During each later one, one less, and the
-    gradients of those before: autograd accumulates a gradient once it has come from all passes, and
-    may add two of them into a third.
+    During the first backward pass all of them are held. During each later one, one less is held,
+    plus the gradients of the earlier ones: autograd accumulates a gradient once all passes have
+    contributed to it, and may add two of them into a third.
     """
     held = sum(count * step.waiting_bytes[0] for step, count in waiting.items())
     # The caller may hold inputs and outputs longer than the pass.
@@ -90,8 +90,8 @@ def _several(
         f"before their backward passes: together they take up to {show_bytes(need)}, one more up "
         f"to {show_bytes(more)} beyond that, and the budget is "
         f"{show_bytes(budget_bytes)}. Call backward after each forward pass, or plan "
-        "with a budget smaller by that, if it can be kept: sn_memory.torch.plan(model, sample, "
-        f"{max(room, 0)})."
+        "with a budget that leaves room for them, if it can be kept: "
+        f"sn_memory.torch.plan(model, sample, {max(room, 0)})."
     )
     return True
 
@@ -99,7 +99,7 @@ def _several(
 def _with_gradients(
     model: torch.nn.Module, record: PlanRecord, step: Step, arguments: Arguments
 ) -> Step:
-    """Return the step that has room for earlier gradients; plan it if the given one has none."""
+    """Return a step with room for earlier gradients; plan it if `step` has no room."""
     inputs = record.inputs
     if step in inputs.later:
         return inputs.later[step]
@@ -119,11 +119,11 @@ def _with_gradients(
                 replanned = step.with_gradients(held)
             else:
                 replanned = step
-                # Measuring issues collectives, which other ranks may have no reason to join.
+                # Measuring issues collectives, and other ranks may not measure now.
                 if not is_sharded(model):
-                    # The user's gradients exist while it is measured, so no others are allocated:
-                    # the measured step begins without, and holds each new gradient beside the
-                    # user's to the end, which is no less.
+                    # The user's gradients exist during measuring, so no others are allocated: the
+                    # measured step begins without gradients, and holds each new one besides the
+                    # user's to the end, which takes no less.
                     replanned = planning.by_modules(
                         plain, arguments, safely=True, earlier_bytes=held
                     )
@@ -166,14 +166,14 @@ def _planned_with(
     plain: torch.nn.Module,
     arguments: Arguments,
 ) -> tuple[Step, BudgetError | None]:
-    """Return a step that begins with gradients, and the error if it cannot keep the budget.
+    """Return a step planned for existing gradients, and the error if it cannot keep the budget.
 
-    Then it is planned for the same percentage, if one was asked for, of its own unplanned peak;
-    else at the smallest peak that is found.
+    In that case it is planned for the same percentage (if the budget was one) of its own unplanned
+    peak, else for the smallest peak found.
     """
-    # A plan that was passed in is of a step without earlier gradients.
+    # A plan that was passed in is for a step without earlier gradients.
     name = "auto" if isinstance(planning.planner, Plan) else planning.planner
-    # Layouts that a trial of this step saw are the kernels' own, whatever the plan.
+    # Layouts seen in a trial of this step are the kernels' own, whatever the plan.
     seen = None if step.trace is None else step.trace.layouts
     anew = replace(planning, accumulate=True, planner=name, layouts=seen)
     least: BudgetError | None = None
@@ -184,7 +184,7 @@ def _planned_with(
             options = replace(anew, budget=budget)
             return options.by_backend(step.backend, plain, arguments), least
         except BudgetError as error:
-            # The error of the first attempt, at the bytes; the second is at the percentage.
+            # Keep the error of the first attempt, for the bytes; the second is for the percentage.
             least = least or error
     assert least is not None
     if least.plan is None:

@@ -1,7 +1,7 @@
 """Models, optimizers and dtypes by name, for the command line.
 
-A model is a `config.json` of Hugging Face transformers: it is built from that alone, on the meta
-device, so no weights are read and none are downloaded.
+A model is a `config.json` of Hugging Face transformers; it is built from that alone, on the meta
+device, so no weights are read or downloaded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HEADS = ("LMHeadModel", "ForCausalLM", "ForMaskedLM")
 
 
 def optimizer_of(name: str) -> type[torch.optim.Optimizer]:
-    """Return a class of torch.optim by its name in lower case, with its own settings."""
+    """Return the class of torch.optim with this name (in lower case)."""
     kind = getattr(torch.optim, OPTIMIZERS.get(name, ""), None)
     if kind is None:
         raise PlanError(f"got optimizer {name!r}, expected one of {', '.join(OPTIMIZERS)}.")
@@ -39,10 +39,10 @@ def optimizer_of(name: str) -> type[torch.optim.Optimizer]:
 
 
 def language_model(path: str) -> Callable[..., tuple[torch.nn.Module, Any]]:
-    """Return what makes a language model of a configuration, and a sample with labels.
+    """Return a function that builds a configuration's language model and a sample with labels.
 
-    It takes a batch and a sequence. Raises PlanError for a file that is no configuration of one, or
-    where transformers is not installed.
+    It takes a batch size and a sequence length. Raises PlanError if the file is not such a
+    configuration, or if transformers is not installed.
     """
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -64,10 +64,10 @@ def language_model(path: str) -> Callable[..., tuple[torch.nn.Module, Any]]:
         config = library.AutoConfig.for_model(data["model_type"], **settings)
     except ValueError as error:
         raise PlanError(f"{path}: {str(error).splitlines()[0]}") from error
-    # The cache is for generation; in training it would only hold keys and values of all layers.
+    # The cache is for generation; in training it would only keep keys and values of all layers.
     config.use_cache = False
     named = str(next(iter(data.get("architectures") or ()), ""))
-    # Of a model of images and text, the part for text.
+    # For a model of images and text, the text part.
     words = config.get_text_config() if hasattr(config, "get_text_config") else config
     if getattr(words, "vocab_size", None) is None:
         raise PlanError(

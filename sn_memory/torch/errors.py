@@ -1,7 +1,7 @@
-"""Errors between torch and the planner, and the texts they have in common.
+"""Errors of planning torch models, and helpers for their messages.
 
 TraceError(RuntimeError)    the model cannot be recorded, or not replayed as recorded; says where
-SetsStateError(TraceError)  the forward pass sets Python state, which a replay would not
+SetsStateError(TraceError)  the forward pass sets Python state, which a replay would not do
 SampleError(TraceError)     the model itself fails on the sample
 ReplayError(RuntimeError)   a planned step cannot be carried out as traced
 """
@@ -24,7 +24,7 @@ class TraceError(RuntimeError):
 
 
 class SetsStateError(TraceError):
-    """The forward pass sets attributes, or writes into lists and objects; perhaps at first only."""
+    """The forward pass sets attributes or writes to lists or objects, maybe only at first."""
 
 
 class SampleError(TraceError):
@@ -43,7 +43,7 @@ class ReplayError(RuntimeError):
 
 
 def innermost_line(where: TracebackType | FrameType | None) -> str:
-    """Return the innermost line of the user's code, else of torch's layers, as far as it shows."""
+    """Return the innermost line of the user's code, else of torch's layers, if there is one."""
     if isinstance(where, TracebackType):
         frames = list(traceback.walk_tb(where))
     else:
@@ -51,7 +51,7 @@ def innermost_line(where: TracebackType | FrameType | None) -> str:
         frames = list(traceback.walk_stack(where))[::-1] if where is not None else []
     lines = [f"{frame.f_code.co_filename}:{line}" for frame, line in frames]
     own = [line for line in lines if "/torch/" not in line]
-    # A net of torch's layers alone has no line of the user's: the layer's own says what it is.
+    # A model of torch's layers alone has no line of the user's; the layer's line names the layer.
     lines = own or [line for line in lines if "/torch/nn/modules/" in line]
     return lines[-1] if lines else "place unknown"
 
@@ -74,10 +74,10 @@ def fails_on_sample(
     return SampleError(
         f"{name} does not run on the sample, {sample_line(args, kwargs)}: "
         f"{type(error).__name__}: {first_line(error).rstrip('.')}. Pass a sample that the model "
-        "takes, of the shapes, types and values it is trained on."
+        "accepts, with the shapes, types and values it is trained on."
     )
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message that is not empty."""
+    """Return the first non-empty line of an error's message."""
     return next((line for line in str(error).splitlines() if line.strip()), "no message")

@@ -1,7 +1,7 @@
-"""estimate: what a training step will hold, by category, before anything is allocated.
+"""estimate: the memory of a training step, by category, before anything is allocated.
 
-Categories are those of the traced graph; the peak is that of the step itself, run on tensors
-without values, as a forward in Python holds more than it still needs.
+Categories come from the traced graph. The peak comes from the step itself, run on tensors without
+values, because a forward in Python holds tensors longer than it needs them.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ def estimate(
     optimizer: Any = None,
     device: Device | str | None = None,
 ) -> Estimate:
-    """Return what a training step will hold without a plan. Allocates nothing.
+    """Estimate the memory of a training step without a plan. Allocates nothing.
 
     Parameters
     ----------
     model, sample
         As in `trace`; both may be on the meta device.
     optimizer
-        An optimizer, or a class that takes parameters alone, as torch.optim.AdamW.
+        An optimizer, or a class whose only required argument is the parameters, e.g.
+        torch.optim.AdamW.
     device
-        A name, as "h100": the step is that of a GPU of the table, as in `trace`, with its kernels'
-        workspaces, what torch's allocator reserves, and the room there; seconds are predicted. Of
-        an `sn_memory.Device`, its speeds for the seconds. For autocast, estimate inside
-        `torch.autocast("cpu", torch.bfloat16)`: one for "cuda" is off where no GPU is.
+        A name such as "h100": estimate the step on that GPU of the table, as in `trace`, with its
+        kernels' workspaces, what torch's allocator reserves, its capacity and predicted seconds. An
+        `sn_memory.Device`: its speeds are used to predict the seconds. For autocast, estimate
+        inside `torch.autocast("cpu", torch.bfloat16)`: "cuda" is disabled where there is no GPU.
 
     Raises
     ------
@@ -74,7 +75,7 @@ def estimate(
     rates = speeds(device)
     for tensor in tensors(call_arguments(sample)):
         check_layout(tensor)
-    # The step may run where the trace fails: it has values of small integers.
+    # The step may run where the trace fails: there, small integers have values.
     traced = refusal = None
     try:
         traced = trace_unplanned(model, sample, rates, gpu)
@@ -85,7 +86,7 @@ def estimate(
     if gpu is not None:
         state = int(rounded(np.array(held.sizes, np.int64), "torch").sum())
     kept = 0 if gpu is None else gpu.named.kept_bytes
-    # Bytes by role; without a trace every parameter that requires a gradient is taken to get one.
+    # Bytes by role; without a trace, each parameter that requires a gradient is assumed to get one.
     sums = _sums_of_model(model, sample) if traced is None else _sums(traced)
     between = sums["parameter"] + sums["state"]
     constants = [] if traced is None else list(traced.captured.recording.constants.values())
@@ -98,7 +99,7 @@ def estimate(
             return fake_step(model, arguments, constants, scratch=scratch)
         if memory is None:
             return fake_step_on(gpu, model, arguments)
-        # What is allocated when a step begins, besides what the step itself reports.
+        # Allocated before the step begins, so not reported by the step itself.
         memory.allocate("libraries", gpu.named.kept_bytes)
         for place, size in enumerate(held.sizes):
             memory.allocate(("optimizer", place), size)
@@ -116,14 +117,14 @@ def estimate(
     except Exception as error:
         if refusal is None:
             raise
-        # Both failed, and the trace's message says what to do.
+        # Both failed; only the trace's message says what to do.
         raise refusal from error
     named = None if gpu is None else gpu.named
     step_bytes = measured.peak_bytes + state + kept
     update_bytes = rest + sums["input"]
     reserved = memory.peak_reserved_bytes
     if gpu is not None:
-        # The update is not simulated block by block, but its memory lies in segments as well.
+        # The update is not simulated block by block, but it, too, is reserved in whole segments.
         reserved = max(reserved, -(-update_bytes // ROUND_LARGE) * ROUND_LARGE)
     return Estimate(
         parameters_bytes=sums["parameter"],
@@ -165,15 +166,15 @@ def _sums_of_model(model: torch.nn.Module, sample: Any) -> dict[str, int]:
         "gradient": [param for param in model.parameters() if param.requires_grad],
     }
     return {
-        role: sum({id(tensor): tensor.nbytes for tensor in ours}.values())
-        for role, ours in held.items()
+        role: sum({id(tensor): tensor.nbytes for tensor in of_role}.values())
+        for role, of_role in held.items()
     }
 
 
 def _seconds(
     traced: Trace, rates: Device, sums: dict[str, int], held: OptimizerMemory
 ) -> float | None:
-    """Seconds of forward, backward and update, each at the device's figures."""
+    """Seconds of forward, backward and update at the device's speeds."""
     if rates.bytes_per_s is None:
         return None
     # The update reads weights, gradients and state, and writes weights and state.
@@ -183,7 +184,7 @@ def _seconds(
 
 
 def _logits(traced: Trace) -> int:
-    """Bytes at the loss of storages as large as the input of the last log-softmax."""
+    """Bytes of storages with as many elements as the last log-softmax's input, live at the loss."""
     recording, boundary = traced.captured.recording, traced.captured.boundary
     calls = recording.calls[:boundary]
     last = next((call for call in reversed(calls) if call.name == "_log_softmax"), None)
@@ -206,19 +207,19 @@ def _logits(traced: Trace) -> int:
 
 
 def _sums(traced: Trace) -> dict[str, int]:
-    """Bytes by role; of gradients those of the parameters."""
+    """Bytes by role; as gradients, only those of parameters count."""
     graph, captured = traced.graph, traced.captured
     sums = dict.fromkeys(("parameter", "state", "input", "gradient"), 0)
-    ours = {view.storage for _, view in captured.gradients if view is not None}
+    of_params = {view.storage for _, view in captured.gradients if view is not None}
     for storage, size in zip(graph.storages, graph.arrays.bytes.tolist(), strict=True):
         number = traced.named.storage_of.get(storage.name)
-        if storage.role in sums and (storage.role != "gradient" or number in ours):
+        if storage.role in sums and (storage.role != "gradient" or number in of_params):
             sums[storage.role] += size
     return sums
 
 
 def _left(traced: Trace) -> int:
-    """Bytes that are live at the loss and neither resident nor the loss's gradients."""
+    """Bytes live at the loss, without resident storages and the loss's gradients."""
     graph, boundary = traced.graph, traced.captured.boundary
     output_bytes = sum(graph.arrays.bytes[number] for number in graph.arrays.outputs[boundary])
     return int(live_bytes(graph)[boundary] - graph.base_bytes - output_bytes)
@@ -230,11 +231,11 @@ def _batch(sample: Any) -> int | None:
 
 
 def resized(sample: Any, batch: int) -> Any:
-    """Return a sample of another batch: the first dimension of each of its tensors."""
+    """Return the sample with another batch size, the first dimension of each of its tensors."""
 
     def of_batch(tensor: torch.Tensor) -> torch.Tensor:
         size = (batch, *tensor.shape[1:])
-        # A step may look at the values of a few integers: these have their rows repeated.
+        # A step may read the values of a few integers, so those keep values: rows are repeated.
         if is_known(tensor) and math.prod(size) <= MOST_KNOWN and len(tensor):
             return tensor[torch.arange(batch) % len(tensor)]
         resized = torch.empty(size, dtype=tensor.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""How large a batch fits a device of the table, in each way to train, and how fast it would be.
+"""The largest batch that fits a device of the table, for each way to train, and its speed.
 
 Plain steps are run without values at each batch that is tried. Plans are made on the graph of the
 step at that batch, which follows from two traces (`run/estimate.py`). Nothing is measured.
@@ -47,12 +47,12 @@ from .trace.fake_step import fake_step_on
 from .trace.trace import Trace, call_arguments, trace
 
 P = TypeVar("P", Plan, StatePlan)
-# Returns a model and its sample, of a batch and a length (None: the sample's own).
+# Takes a batch size and a length (None: the sample's own); returns a model and its sample.
 Make = Callable[[int, int | None], tuple[torch.nn.Module, Any]]
 _PLACES = {"state": "state on the host", "host": "parameters and state on the host"}
-# The memory of a server, of eight channels or more. An assumption, which the answer states.
+# Memory bandwidth of a server with eight channels or more. An assumption, which the result states.
 HOST_BYTES_PER_S = 100e9
-# Sizes are a straight line in the batch, so two traces do for all of them (decision 64).
+# Sizes are linear in the batch, so two traces suffice for all batches (decision 64).
 _TRACED = (2, 4)
 _EXCHANGE = "the exchange between cards is counted as no time, so seconds are a lower bound"
 _TOO_LARGE = "the least batch is too large"
@@ -77,33 +77,33 @@ def fit(
     state: bool = False,
     host_bytes_per_s: float = HOST_BYTES_PER_S,
 ) -> Fit:
-    """Return the largest batch of each way to train that fits a device, with seconds and bytes.
+    """Return the largest batch that fits a device, for each way to train, with seconds and bytes.
 
     Parameters
     ----------
     make
-        Called with a batch and the length; returns a model and its sample, on the meta device if
-        they are large.
+        Called with a batch size and the length; returns a model and its sample, on the meta device
+        if they are large.
     device
         A name of the table.
     optimizer
-        A class that takes parameters alone, as torch.optim.AdamW.
+        A class whose only required argument is the parameters, e.g. torch.optim.AdamW.
     batches
-        The least and the most to look at.
+        The smallest and the largest batch to try.
     length
-        Of the sequence, handed to `make`; tokens are counted if it is given.
+        Sequence length, passed to `make`; if given, tokens are counted.
     cards
         Numbers of cards for FSDP2.
     extra
-        Shares of a step's time that a plan may take more.
+        How much longer a planned step may take, as shares of the plain step's time.
     amp
-        The type of autocast; None for none.
+        The dtype of autocast; None for none.
     time_limit_s
         For the search of each plan.
     state
-        Whether to plan with the optimizer's state, and parameters, on the host as well.
+        Whether to also plan with the optimizer's state, and parameters, on the host.
     host_bytes_per_s
-        What the host's memory moves, for updates that the host makes.
+        Bandwidth of the host's memory, for updates computed by the host.
 
     Raises
     ------
@@ -117,7 +117,7 @@ def fit(
 
 @dataclass
 class _Question:
-    """A model, a device and a range of batches, and what is known of them by now."""
+    """A model, a device and a range of batches, with the results computed so far."""
 
     make: Make
     device: str
@@ -131,16 +131,16 @@ class _Question:
         self.room = named(self.device).usable_bytes
         self._estimates: dict[int, Estimate] = {}
         self._rests: dict[int, int] = {}
-        # Per kind of plan and batch: rows that differ in the time they may take share them.
+        # Per kind of plan and batch; shared by rows that differ only in the time they may take.
         self._plans: dict[tuple[str, int], Any] = {}
-        # The graph of the step at any batch, once it was traced.
+        # The graph of the step at any batch, once it is traced.
         self._graphs: Batches | None = None
 
     def answer(
         self, cards: Sequence[int], extra: Sequence[float], host_bytes_per_s: float | None
     ) -> Fit:
         least, most = self.batches
-        # The share of plans that are made for one share only: with offload, and with state.
+        # The time share for ways that are planned for one share only: with offload, and with state.
         middle = sorted(extra)[len(extra) // 2] if extra else 0.10
         self._report_progress(PLAIN)
         plain = largest(self.fits, least, most)
@@ -172,7 +172,7 @@ class _Question:
         return self._estimates[batch]
 
     def fits(self, batch: int) -> bool:
-        """Whether a plain step fits, by what torch's allocator would reserve for it."""
+        """Whether a plain step fits, by the bytes that torch's allocator would reserve."""
         estimate = self.at(batch)
         return max(estimate.peak_bytes, estimate.reserved_bytes) <= self.room
 
@@ -203,7 +203,7 @@ class _Question:
         def quick(plan: Plan) -> bool:
             return plan.overhead <= share
 
-        # The batch that fits without a plan fits with one that keeps everything: begin there.
+        # Begin at the batch that fits without a plan: a plan that keeps everything fits there, too.
         batch, plan = self._largest(name, str(techniques), planned, quick, plain)
         if plan is None:
             return Way(name, 0, note=_NO_PLAN)
@@ -216,12 +216,12 @@ class _Question:
         )
 
     def on_host(self, host_bytes_per_s: float, share: float) -> list[Way]:
-        """Return the ways with state on the host; PlanError for an optimizer that has none."""
+        """Return the ways with state on the host; raise PlanError if the optimizer has none."""
         if self.optimizer is None:
             raise PlanError(
                 "state on the host needs the optimizer whose state it is: pass its name."
             )
-        # Traced without the optimizer, whose state is planned: it would count twice.
+        # Traced without the optimizer: its state is part of the plan, and would count twice.
         (few, _, small), (many, model, large) = self._steps(None)
         graphs = Batches((few, small.graph), (many, large.graph))
         units = StateUnits(self.optimizer(model.parameters())).of(model, large, host_bytes_per_s)
@@ -236,7 +236,7 @@ class _Question:
         places = {unit.parameter: place for unit in units if _moves(unit, place)}
 
         def planned(batch: int) -> StatePlan | None:
-            """Return the plan that ends first, of updates by the host and by the device."""
+            """Return the faster plan, of updates by the host and by the device."""
             graph, plans = graphs.at(batch), []
             for by in ("host", "device"):
                 updaters = dict.fromkeys(places, by)
@@ -263,7 +263,7 @@ class _Question:
             pinned_bytes=host_bytes(plan, units, sizes),
             note=f"{by_host} of {len(plan.updaters)} parameters are updated by the host, whose "
             f"memory is taken to move {rate / 1e9:g} GB/s; {_percent(plan.lanes.hidden)} of copies "
-            "and its updates pass beside ops",
+            "and its updates overlap with ops",
         )
 
     def on_cards(self, count: int, units: Units) -> Way:
@@ -271,7 +271,7 @@ class _Question:
         self._report_progress(f"{count} cards")
 
         def held(batch: int) -> Held:
-            # Parameters, gradients and state are the same at any batch, so one that was tried.
+            # Parameters, gradients and state are the same at any batch: take one already tried.
             estimate = self.at(min(self._estimates))
             return on_cards(
                 count,
@@ -303,7 +303,7 @@ class _Question:
         )
 
     def rest(self, batch: int) -> int:
-        """Bytes at the highest moment of a step beside parameters, gradients and optimizer."""
+        """Bytes at the peak of a step, without parameters, gradients and optimizer state."""
         if batch not in self._rests:
             model, sample = self.make(batch, self.length)
             with self._casting():
@@ -322,7 +322,7 @@ class _Question:
         quick: Callable[[P], bool],
         start: int = 0,
     ) -> tuple[int, P | None]:
-        """Return the largest batch that has a plan which is quick enough, and that plan."""
+        """Return the largest batch that has a fast enough plan, and that plan."""
         self._report_progress(name)
 
         def plan(batch: int) -> P | None:
@@ -358,7 +358,7 @@ class _Question:
                 yield batch, model, trace(model, sample, device=self.device, optimizer=optimizer)
 
     def _update_s(self) -> float:
-        """Seconds of the optimizer's step: those of a whole step beyond its graph."""
+        """Seconds of the optimizer's step: the estimated step's seconds beyond its graph."""
         estimate = self.at(max(self._estimates))
         # It reads weights, gradients and state, and writes weights and state.
         moved = 2 * (estimate.parameters_bytes + estimate.optimizer_bytes)
@@ -383,7 +383,7 @@ class _Question:
         return Way(name, batch, cards, seconds, **held)
 
     def _casting(self) -> AbstractContextManager[Any]:
-        # As `estimate` wants it: autocast for "cuda" is off where no GPU is.
+        # As `estimate` needs it: autocast for "cuda" is disabled where there is no GPU.
         return nullcontext() if self.amp is None else torch.autocast("cpu", self.amp)
 
     def _report_progress(self, what: str) -> None:
@@ -392,9 +392,9 @@ class _Question:
 
 
 def host_bytes(plan: StatePlan, units: Iterable[Unit], sizes: Mapping[str, int]) -> int:
-    """Return the bytes of what a plan of a step with its updates has on the host.
+    """Return the bytes that the plan of a step with its updates holds on the host.
 
-    Where the host updates, a gradient and the parameter are there as well.
+    For a parameter that the host updates, gradient and parameter are there as well.
 
     sizes : of the parameters, by name
     """

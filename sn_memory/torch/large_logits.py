@@ -1,4 +1,4 @@
-"""The note of a plan that names torch's chunked loss where logits set the peak.
+"""The note of a plan that suggests torch's chunked loss where logits set the peak.
 
 The logits of a language model, their log-softmax and its gradient are all live at one op, so no
 plan of ops can reduce them. `torch.nn.functional.linear_cross_entropy` (torch 2.13) computes
@@ -21,33 +21,33 @@ _PRODUCTS: Final = ("mm", "addmm")
 # Between product and loss: casts, copies of shifted rows, a scale or a soft cap.
 _BETWEEN: Final = ("_to_copy", "clone", "mul", "div", "tanh")
 _GRADIENTS: Final = ("nll_loss_backward", "_log_softmax_backward_data")
-# The part of a peak that a chunked loss must save before the note names it: it asks for a change of
-# the model, which less is not worth.
+# The share of the peak that a chunked loss must save before the note suggests it: a smaller saving
+# is not worth changing the model.
 _PART: Final = 0.1
 
 
 def logits_note(graph: Graph, plan: Plan) -> tuple[str, ...]:
-    """Return a note that names `linear_cross_entropy` where logits set the peak of a plan.
+    """Return a note that suggests `linear_cross_entropy` where logits set the peak of a plan.
 
-    They do where the peak would be a tenth lower without them. Nothing is said where torch has no
-    such function, nor where the logits are no product with a matrix.
+    They do if the peak would be a tenth lower without them. Empty where torch has no such function,
+    or the logits are not a product with a matrix.
     """
     if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return ()
     logits = _logits(graph)
     sizes = {logit: graph.storages[graph.storage_index[logit]].bytes for logit in logits}
-    # Cheaper than the replay: all of them together would not be enough.
+    # Checked first, as it is cheaper than the replay: even all of them together are not enough.
     if sum(sizes.values()) < _PART * plan.peak_bytes:
         return ()
     live = carry_out(graph, plan).live_bytes
     present: set[str] = set()
     of_logits = np.zeros_like(live)
-    for at, (kind, target, _) in enumerate(plan.actions):
+    for i, (kind, target, _) in enumerate(plan.actions):
         if kind == "run":
             present |= logits.intersection(graph.ops[graph.op_index[target]].outputs)
         elif kind == "prefetch":
             present |= logits & {target}
-        of_logits[at] = sum(sizes[logit] for logit in present)
+        of_logits[i] = sum(sizes[logit] for logit in present)
         if kind == "free":
             present.discard(target)
     peak, without = int(live.max()), int((live - of_logits).max())
@@ -64,7 +64,7 @@ def logits_note(graph: Graph, plan: Plan) -> tuple[str, ...]:
 def _logits(graph: Graph) -> set[str]:
     """Return the storages as wide as the vocabulary, from the last product to the logits' gradient.
 
-    Empty where the logits are no product with a matrix.
+    Empty if the logits are not a product with a matrix.
     """
     makers = {name: op for op in graph.ops for name in op.outputs}
     logits: set[str] = set()

@@ -1,9 +1,8 @@
-"""A training input of a kind that nobody planned for, in torch: see `run/unseen.py`.
+"""A training input of a kind without a plan, in torch: see `run/unseen.py`.
 
-Ops have the same names at any size, so plans are carried over. What torch answers to the questions
-asked there depends on values that change from step to step, state on the host and sharded
-parameters. No collective is issued, but in the first step after parameters were sharded: other
-ranks may see other inputs.
+Ops have the same names at any size, so plans can be carried over. This is torch's part: values that
+change from step to step, state on the host and sharded parameters. No collective is issued, except
+in the first step after parameters were sharded: other ranks may see other inputs.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ from .target.capacity import planned_settings
 from .trace.op_seconds import while_training
 from .trace.trace import Trace
 
-# How many choices of modules are remembered.
+# How many choices of modules are kept.
 _SAFE = 16
-# How many values of one attribute or argument are planned for, the sample's among them: one that
-# changes each step, as a schedule does, would else be planned for in each.
+# How many values of one attribute or argument are planned for, including the sample's. Otherwise a
+# value that changes in each step, as by a schedule, would be planned for in each.
 _VALUES = 3
 AGAIN, REGIONS = "modules run again", "planned by regions"
-# Back ends that measured a choice of parts, which runs any input that is no larger.
+# Back ends that measure a choice of parts, which then runs any input that is no larger.
 _BY_PARTS = ("modules", "regions")
 
 
 def step_for(
     model: torch.nn.Module, record: PlanRecord, kind: InputSignature | None, arguments: Arguments
 ) -> Step | None:
-    """Return what runs for an input that came for the first time.
+    """Return the step for an input that occurs for the first time.
 
-    None where the model's own forward needs no plan: nothing wants a gradient, or nothing has
-    memory. Warns where what runs is slower than a plan of ops, or above the budget.
+    None if the model's own forward needs no plan: nothing requires a gradient, or tensors have no
+    memory. Warns if the step is slower than a plan of ops, or exceeds the budget.
 
-    model, record : the planned model and what it carries; the step is kept there
+    model, record : the planned model and its record, which keeps the step
     kind, arguments : the input; kind is None if an argument cannot be compared
     """
     if of_first_fsdp(model):
@@ -77,10 +76,10 @@ def step_for(
 
 
 class _UnseenArguments(UnseenInput[Step]):
-    """Arguments of a kind that came for the first time.
+    """Arguments of a kind that occurs for the first time.
 
     plain, record, kind, arguments : as for `step_for`, but the plain model
-    like : its kind; of arguments that cannot be compared, the types
+    like : its kind, with only the types of arguments that cannot be compared
     """
 
     log = logging.getLogger(__name__)
@@ -96,8 +95,8 @@ class _UnseenArguments(UnseenInput[Step]):
         arguments: Arguments,
     ) -> None:
         on_host = record.state is not None
-        # With state on the host only a plan of ops can run. A model that was planned by parts runs
-        # by parts even if `strict` asks for a plan.
+        # With state on the host only a plan of ops can run. A model planned by regions or modules
+        # runs by them even under `strict`.
         strict = on_host or (record.strict and record.backend not in _BY_PARTS)
         super().__init__(
             type(plain).__name__, record.budget_bytes, strict=strict, clock=record.inputs.time
@@ -107,11 +106,11 @@ class _UnseenArguments(UnseenInput[Step]):
         self.arguments = cut_out(arguments)
         if not record.strict:
             self.demand = "state on the host"
-        # Whether a warning has already said that modules run again, and why.
+        # Whether a warning has already said that modules are recomputed, and why.
         self.warned = False
 
     def add_reads(self, step: Step) -> None:
-        """Let the kind depend on what the step was seen to read of modules and of the input."""
+        """Make the kind depend on what the step read from modules and from the input."""
         self.like = guarded(self.record.guards, self.like, self.plain, self.arguments, step)
         self.kind = self.kind and self.like
 
@@ -125,12 +124,12 @@ class _UnseenArguments(UnseenInput[Step]):
         if self.kind.sharded:
             return (
                 "parameters of modules inside it were sharded after planning, and a plan of ops "
-                "computes with whole ones"
+                "computes with unsharded ones"
             )
         return self.changing()
 
     def changing(self) -> str:
-        """Count what changed since the nearest kind; if that is too often, return why no plan."""
+        """Count what changed since the nearest kind; if it changed too often, say so."""
         inputs = self.inputs
         if self.kind is None or self.kind.free or not inputs.kept:
             return ""
@@ -140,14 +139,14 @@ class _UnseenArguments(UnseenInput[Step]):
         if not often:
             return ""
         names, on_host = self.names(often), self.record.state is not None
-        # Once for each: with state on the host, further values are planned for and come here.
+        # Warn once for each: with state on the host, further values are planned for and get here.
         if not self.record.strict and (
             not on_host or any(inputs.changes[part] == _VALUES for part in often)
         ):
             follows = "each is planned anew" if on_host else "modules run again in such steps"
             self.warned = True
             warn(
-                f"{self.name} met another value of {names} in {_VALUES} steps, and a plan is for "
+                f"{self.name} got another value of {names} in {_VALUES} steps, and a plan is for "
                 f"one value. From now on {follows}. To plan once, for all values, pass it as a "
                 "tensor, or keep it in a buffer that is changed in place; a few values can be "
                 f"planned ahead: {self.line}."
@@ -180,23 +179,23 @@ class _UnseenArguments(UnseenInput[Step]):
         planning = record.planning().at_once(self.budget_bytes, speeds)
         if record.backend == "compile":
             return self.compiled(planning)
-        # If the kind is planned once more, what its kernels were seen to do still holds.
+        # If the kind is planned again, the layouts its kernels were seen to use still hold.
         before = self.inputs.kept.get(self.kind) if self.kind else None
         seen = dict(before.step.layouts or {}) if before else {}
-        # Once a step was laid out otherwise than traced, each new one is tried before it runs.
+        # Once a step had other layouts than traced, each new step is tried before it runs.
         if seen:
             self.inputs.laid_out_otherwise = True
         if self.inputs.laid_out_otherwise:
             seen = planning.layouts_seen(seen, self.plain, detached(self.arguments))
         planning = replace(planning, layouts=seen, plan_of_trace=self.plan_of_trace)
         step = planning.by_graph(self.plain, self.arguments)
-        # No trial: a result that a kernel lays out otherwise is copied, and noted here, and the
-        # step is traced anew next time.
+        # No trial: a result with another layout is copied and noted here, and the step is traced
+        # again next time.
         step.layouts = {}
         return step
 
     def compiled(self, planning: PlanOptions) -> Step:
-        """Return a compiled step, by a setting of other inputs if that keeps the budget here."""
+        """Return a compiled step; with the setting of another input if that keeps the budget."""
         settings = (kept.step.setting for kept in self.inputs.kept.values())
         known = dict.fromkeys(setting for setting in settings if setting is not None)
         try:
@@ -211,7 +210,7 @@ class _UnseenArguments(UnseenInput[Step]):
         return step
 
     def plan_of_trace(self, traced: Trace) -> Plan:
-        # Constants of other kinds take memory while this one runs.
+        # Constants of steps for other kinds take memory while this one runs.
         own = traced.captured.recording.constants.values()
         budget_bytes = self.budget_bytes - self.inputs.constants_bytes(excluding=own)
         graph, kept = traced.graph, self.inputs.kept.values()
@@ -220,10 +219,11 @@ class _UnseenArguments(UnseenInput[Step]):
         return self.planned(graph, search, budget_bytes, kept, allocator)
 
     def covering(self) -> Step | None:
-        """Return a choice of modules that kept the budget on an input as large or larger.
+        """Return a choice of modules that was measured on an input at least as large.
 
-        Of a sharded model any, once there is one: measuring issues collectives, and what is new to
-        one rank may not be to the others. The first input after sharding is new to all.
+        For a sharded model, any choice that exists: measuring issues collectives, and an input that
+        is new to one rank may not be new to the others. The first input after sharding is new to
+        all.
         """
         if self.like.sharded:
             return next((step for kind, step in self.inputs.measured if kind.sharded), None)
@@ -240,7 +240,7 @@ class _UnseenArguments(UnseenInput[Step]):
             return self.kept(known) if keep else known
         step: Step = self.parts()
         self.how = REGIONS if step.backend == "regions" else AGAIN
-        # If both break the budget, ops that break it by less run.
+        # If both exceed the budget, the plan of ops runs if it exceeds it by less.
         if by_ops is not None and by_ops.plan.peak_bytes < step.plan.peak_bytes > self.budget_bytes:
             step, self.how = by_ops, AT_ONCE
         peak = step.plan.peak_bytes
@@ -254,7 +254,7 @@ class _UnseenArguments(UnseenInput[Step]):
             raise self.error(why)
         if step is not by_ops:
             self.add_reads(step)
-            # What the forward pass sets itself has a new value each time, which is no other kind.
+            # Attributes that the forward pass sets may change each time; that makes no other kind.
             if self.kind is not None and not step.sets <= self.inputs.free:
                 self.inputs.free |= step.sets
                 self.kind = self.like = self.kind.without(self.inputs.free)
@@ -264,8 +264,8 @@ class _UnseenArguments(UnseenInput[Step]):
             warn(self.warning(step, why))
         elif self.like.sharded and not by_parts:
             warn(
-                f"{self.name} met {self.like.shapes()} and is planned by modules from now on, "
-                f"because {why}. Within the budget it had, measured on this step: "
+                f"{self.name} got {self.like.shapes()} and is planned by modules from now on, "
+                f"because {why}. Within the same budget, measured on this step: "
                 f"{summary(step.plan)}. To keep the plan, shard the planned model alone, "
                 "fully_shard(model)."
             )
@@ -277,7 +277,7 @@ class _UnseenArguments(UnseenInput[Step]):
         return self.kept(step) if keep else step
 
     def parts(self) -> Step:
-        """Return a choice of parts that was measured on this input."""
+        """Return a choice of regions or modules that was measured on this input."""
         if self.record.backend == "regions":
             planning = self.record.planning().at_once(self.budget_bytes, None)
             arguments = detached(self.arguments)
@@ -293,7 +293,7 @@ class _UnseenArguments(UnseenInput[Step]):
 
     def remember(self, step: Step) -> None:
         """Keep a choice of modules for inputs that are no larger."""
-        # Measured for a larger input, the new choice serves all that the ones it covers did.
+        # The new choice replaces those measured on inputs that it covers.
         rest = [measured for measured in self.inputs.measured if not self.like.covers(measured[0])]
         if not any(kept is step for _, kept in rest):
             self.inputs.measured = [*rest, (self.like, step)][-_SAFE:]
@@ -310,7 +310,7 @@ class _UnseenArguments(UnseenInput[Step]):
                 self.seconds,
             )
             if kind in inputs.kept:
-                # The step with earlier gradients goes with the one it replaces.
+                # Drop the step for earlier gradients together with the one it belongs to.
                 inputs.later.pop(inputs.kept[kind].step, None)
             call = call_layout(self.arguments)
             inputs.kept[kind] = KeptStep(step, planned_kind, call, inputs.count)
@@ -318,7 +318,7 @@ class _UnseenArguments(UnseenInput[Step]):
         return step
 
     def described(self) -> str:
-        """Return its shapes, and how it differs from the nearest kind that is known."""
+        """Return the input's shapes, and how it differs from the nearest known kind."""
         unlike = self.unlike()
         return f"{self.like.shapes()} ({unlike})" if unlike else self.like.shapes()
 

@@ -1,7 +1,7 @@
-"""plan: a model that keeps a budget, with the class, parameters, state dict and modes it had.
+"""plan: return a model that trains within a budget; class, parameters and state dict stay the same.
 
-What changes is its forward (planned_forward.py). The model passed in stays as it is; both share
-parameters, buffers and modules. How it is planned for an input is in planning.py.
+Only its forward changes (planned_forward.py). The model passed in stays as it is; both share
+parameters, buffers and modules. planning.py plans the step of one input.
 """
 
 from __future__ import annotations
@@ -78,93 +78,93 @@ def plan(
     time_limit_s: float = 60.0,
     strict: bool = False,
 ) -> torch.nn.Module:
-    """Return the model as one that trains within a budget of bytes, with the same gradients.
+    """Return a model that trains within a memory budget, with the same gradients.
 
     Parameters
     ----------
     model
-        In the modes it is to be trained in. It stays as it is. One that is planned already keeps
-        its plans for other inputs.
+        In the modes it is to be trained in. It stays as it is. A model that is already planned
+        keeps its plans for other inputs.
     sample
         An input like those of training: a tensor, a tuple of positional arguments, or a mapping of
         keyword arguments. Or a list of such inputs, each planned for: the smallest and the
-        largest, say, or some of one shape where values decide what runs. An input of
-        another kind (shapes, types, modes, autocast) gets a plan when it comes: of the
-        plans there are the fastest that keeps the budget, or a new one, or modules that run
-        again.
+        largest, say, or several of one shape where values decide what runs. An input of another
+        kind (shapes, types, modes, autocast) gets a plan when it first occurs: the fastest existing
+        plan that keeps the budget, a new plan, or modules that are recomputed.
     budget
-        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak, of several samples
-        that of the largest. Parameters, buffers, gradients and the input count. "limit", as where
-        it is left out: what is free where the model is, for all that one process may have of it;
-        see `limit_budget`. With the name of a GPU as `device`, what torch can reserve there.
+        The most live bytes: a number, "6GiB", or "60%" of the unplanned peak (of the largest
+        sample, if there are several). Parameters, buffers, gradients and the input count. "limit",
+        the default: what this process may still allocate on the model's device; see
+        `limit_budget`. With the name of a GPU as `device`, what torch can reserve there.
     time_limit_s
-        Seconds on the wall, kept to a tenth, that timing ops and searching share, for each sample;
-        timing has half of them at most. Recording and the trial come on top. Steps that `modules`
-        measures take what they take.
+        Wall-clock seconds, kept to within a tenth, that timing ops and searching share, per sample;
+        timing gets at most half of them. Recording and the trial come on top, and so do the steps
+        that `modules` measures.
     planner, techniques
-        As in `sn_memory.plan_graph`. In place of a planner's name, a plan of
-        `trace` with the same settings: made by the command line, or what BudgetError carries as
-        the smallest that was found. The technique `offload` moves storages to the host.
+        As in `sn_memory.plan_graph`. Instead of a planner's name, a plan for the graph that `trace`
+        returns with the same settings: from the command line, or the smallest plan found, which
+        BudgetError carries. The technique `offload` moves storages to the host.
     backend
         `graph` runs the recorded calls one by one as planned. `compile` runs the model under
         torch.compile (Inductor), with the fastest of torch's own memory budgets that keeps this
-        one. `regions` plans the parts of a model that trace whole, each by its ops and all within
-        the budget, and runs what lies between them as it is written. `modules` runs chosen modules
-        again in the backward pass; it takes any model. These three measure, on a real sample.
-        `auto` is `graph`; for a model that cannot be traced `regions`, with a warning, and
-        `modules` where no part of it can be, or no plan of its parts keeps the budget; a model
-        that was compiled (`torch.compile(model)`, `model.compile()`) stays compiled, or is planned
-        as any other with a warning that says why.
+        one. `regions` plans those parts of a model that can be traced completely, each by its ops
+        and all within the budget, and runs the code between them unchanged. `modules` recomputes
+        chosen modules in the backward pass; it takes any model. The last three measure, on a real
+        sample. `auto` is `graph`; for a model that cannot be traced it is `regions`, with a
+        warning, and `modules` if no part can be traced or no plan of the parts keeps the budget.
+        With `auto`, a compiled model (`torch.compile(model)`, `model.compile()`) stays compiled, or
+        is planned like any other with a warning that says why.
     profile, device
-        As in `trace`. With the name of a GPU, and a model that is not on one, the plan is on paper:
-        it can be read and reported, and a training step raises ReplayError.
+        As in `trace`. With the name of a GPU, and a model that is not on one, the plan is for
+        reading and reports only: a training step raises ReplayError.
     optimizer
         An optimizer or its class; its state counts as well.
     state
-        Let parameters and the state of `optimizer`, an instance then, lie on the host, as far as
-        the budget asks for it, in one plan with the activations: "host" or, of a model on
-        the CPU, the path of a folder for a file. `HostState`, and `PinnedState` beside a GPU, have
-        docstrings of their own: they say when parameters are updated, and are for a model that is
-        made there. With `graph`, `keep` and `recompute` only.
-        "hooks", with `graph`: all stays on the device, and hooks of the caller's own
+        Keep parameters and the state of `optimizer` (an instance then) on the host, as far as the
+        budget requires, in one plan with the activations: "host" or, for a model on the CPU, the
+        path of a folder for a file. `HostState`, or `PinnedState` for a GPU: their docstrings say
+        when parameters are updated; pass one for a model whose parameters are created in it. Only
+        with `graph`, `keep` and `recompute`.
+        "hooks", with `graph`: everything stays on the device, and the caller's own hooks
         (`register_post_accumulate_grad_hook`) update a parameter when its gradient is complete and
-        let the gradient go; none is then held to the end of the step, and none is made last.
+        free the gradient; no gradient is then held to the end of the step or computed last.
     strict
-        Raise PlanError or BudgetError, when an input of another kind comes, where a warning would
-        say that what runs is slower than a plan of its ops, or above the budget.
+        For an input of another kind, raise PlanError or BudgetError where a warning would otherwise
+        say that what runs is slower than a plan of its ops, or exceeds the budget.
 
     Returns
     -------
     A module of the same class that shares parameters, buffers and modules with `model`. Its
-    `sn_memory` tells back end, trace and plan, the `kinds` of input by now, and writes the report.
-    Copies and pickles of it are plain models.
+    `sn_memory` has the back end, trace and plan, the `kinds` of input seen so far, and writes the
+    report. Copies and pickles of it are plain models.
 
     Raises
     ------
     TraceError
-        For a model that cannot be traced, with `graph` or `compile`; or of which no part can be,
-        with `regions`; the message says where.
+        With `graph` or `compile`, for a model that cannot be traced; with `regions`, for a model of
+        which no part can be traced. The message says where.
     BudgetError
         If no plan keeps the budget; carries the smallest peak found and its op.
     PlanError
-        Without a budget, where nothing says what is free; names what was read.
+        Without a budget, if no source says how much memory is free; names the sources read.
     MissingExtra
         Without the compiled extension; says how to build it.
 
     Notes
     -----
-    The planned step runs once on the sample, and the model's own if memory allows, and they are
-    compared; the model is left as it was. What has no memory is not tried, nor is `compile`.
+    The planned step runs once on the sample and, if memory allows, so does the model's own; their
+    results are compared, and the model is left as it was. A model without memory (on the meta
+    device) is not tried, nor is `compile`.
 
-    What training does is seen. The first step that finds gradients of parameters (an earlier
-    micro-batch, `zero_grad(set_to_none=False)`) is planned once more within the budget where that
-    has no room for them; a warning says so if no plan keeps it. Where torch.distributed or Horovod
-    runs several ranks, no gradient of a parameter is made later than torch makes it, so that it is
-    exchanged as early, if the budget allows; on one rank those larger than what they are made of
-    come last, which holds least. `sn_memory.settings` has what holds for all plans of a process.
+    Plans follow the training loop. The first step that finds gradients of parameters (an earlier
+    micro-batch, `zero_grad(set_to_none=False)`) is planned again if the budget has no room for
+    them; a warning says so if no plan keeps it. Where torch.distributed or Horovod runs several
+    ranks, gradients of parameters are computed no later than in torch if the budget allows, so that
+    they are exchanged as early; on one rank, gradients larger than what they are computed from come
+    last, which holds least. For settings of all plans of a process see `sn_memory.settings`.
 
     Loss and gradients are bit-equal to the unplanned run, dropout and batch norm included, where
-    kernels are deterministic; under inductor, to what inductor computes.
+    kernels are deterministic; under Inductor, to what Inductor computes.
 
     Examples
     --------
@@ -177,7 +177,7 @@ def plan(
     >>> model.sn_memory.plan.peak_bytes <= 0.8 * model.sn_memory.plan.baseline_peak_bytes
     True
     """
-    # What can be refused is refused before anything is traced.
+    # Refuse before anything is traced.
     hooks, host = state == HOOKS, None if state == HOOKS else state
     _check_settings(backend, techniques, planner, profile=profile, hooks=hooks)
     if host is not None:
@@ -201,7 +201,7 @@ def plan(
         update=HOOKS if hooks else "step",
         share=budget if is_part(budget) else "",
     )
-    # From here on the model is as it was before torch.compile; it may have been planned before.
+    # From here on `model` is the one before torch.compile; it may already be planned.
     model, was_compiled = as_written(model, keep=backend in ("auto", "compile"))
     if was_compiled and backend == "auto":
         planning = replace(planning, was_compiled=_may_be_compiled(model, techniques, planner))
@@ -209,7 +209,7 @@ def plan(
     plain = plain_model(model)
     if budget == LIMIT:
         free = limit_budget(plain, sample, optimizer=optimizer, device=device)
-        # No part of the plain step's peak, which a step with gradients would be planned for.
+        # Not a share of the plain step's peak: a step with gradients is not planned again for one.
         planning = replace(planning, budget=free, share="")
     if host is not None:
         from .state.model_state import ModelState, host_buffers_for
@@ -217,8 +217,8 @@ def plan(
         held = ModelState(plain, optimizer, host_buffers_for(plain, host))
         planning = replace(planning, state=held)
     results, planning = _planned_samples(plain, sample, planning)
-    # The planned model differs from the plain one by its class and record alone: both have the same
-    # parameters, buffers and modules.
+    # The planned model differs from the plain one only in its class and its record: both have the
+    # same parameters, buffers and modules.
     twin = uninitialized(planned_class(plain, PlannedForward))
     twin.__dict__.update(plain.__dict__)
     register_fsdp_alias(twin, model)
@@ -236,7 +236,7 @@ def plan(
 
 
 class _Planned(NamedTuple):
-    """A sample, as far as later inputs are compared with it, and the step planned for it."""
+    """A sample, its kind (which later inputs are compared with), and the step planned for it."""
 
     kind: InputSignature
     arguments: Arguments
@@ -246,15 +246,15 @@ class _Planned(NamedTuple):
 def _planned_samples(
     plain: torch.nn.Module, sample: Any, planning: PlanOptions
 ) -> tuple[list[_Planned], PlanOptions]:
-    """Plan a step for each sample; return these, and how to plan for later inputs."""
-    # The largest first: a budget in percent is a part of its plain step's peak.
+    """Plan a step for each sample; return the steps, and the options for later inputs."""
+    # The largest first: a budget in percent refers to its plain step's peak.
     samples = sorted(_kinds(plain, sample), key=lambda kind: -kind[0].nbytes)
     planned: list[_Planned] = []
     by_parts: set[InputSignature] = set()
     for kind, arguments in samples:
         if kind in by_parts:
             continue
-        # A plan of ops is the same for other values; parts of a model may need more with these.
+        # A plan of ops holds for any values; regions and modules may need more for some of them.
         alike = tuple(other for its, other in samples if its == kind and other is not arguments)
         output, shared = progress_output(settings.progress), sharing(planning.time_limit_s)
         with output, explained(arguments), shared, op_times(device_of(plain)):
@@ -262,8 +262,8 @@ def _planned_samples(
         if result.step.covers_smaller:
             by_parts.add(kind)
         planned.append(_Planned(kind, arguments, result))
-        # If one sample needs a first forward pass, which sets attributes, the others are traced
-        # after it, too. From the first sample on the budget is in bytes.
+        # If one sample needs a first forward pass, because that sets attributes, the others are
+        # traced after one, too. From the first sample on the budget is in bytes.
         baseline = result.step.plan.baseline_peak_bytes
         planning = replace(
             planning,
@@ -272,7 +272,7 @@ def _planned_samples(
         )
         if result.trial.different:
             warn(
-                f"with its plan {type(plain).__name__} computes the same but for rounding: "
+                f"with its plan {type(plain).__name__} computes the same except for rounding: "
                 f"{result.trial.remark}.",
             )
         name, backend = type(plain).__name__, result.step.backend
@@ -285,13 +285,13 @@ def exchanges_gradients() -> bool:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_world_size() > 1
-    # Who trains with Horovod has imported it.
+    # A program that trains with Horovod has imported it.
     horovod = sys.modules.get("horovod.torch")
     return horovod is not None and bool(horovod.is_initialized() and horovod.size() > 1)
 
 
 def _kinds(model: torch.nn.Module, sample: Any) -> list[tuple[InputSignature, Arguments]]:
-    """Return the samples with their kinds, as far as known before a step is traced."""
+    """Return the samples with their kinds, as far as these are known before tracing."""
     kinds = []
     for example in sample if isinstance(sample, list) else [sample]:
         arguments = call_arguments(example)
@@ -317,16 +317,16 @@ def _kept_inputs(
     """Return the steps that the planned model keeps: the new ones, and those of an earlier plan."""
     cache = StepCache(results[0].result.step)
     if before is not None:
-        # Kinds that came while training are planned again when they come: the budget may differ.
+        # Kinds planned while training are planned again when they occur: the budget may differ.
         cache.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
-        asked = {kept.step for kept in cache.kept.values()}
-        cache.later |= {step: later for step, later in before.later.items() if step in asked}
+        kept_steps = {kept.step for kept in cache.kept.values()}
+        cache.later |= {step: later for step, later in before.later.items() if step in kept_steps}
         cache.laid_out_otherwise = before.laid_out_otherwise
     for sampled, arguments, result in results:
         step = result.step
         kind = guarded(guards, sampled, plain, arguments, step)
         if step.covers_smaller:
-            # Values that the forward pass sets itself change each time, which is no other kind.
+            # Values that the forward pass sets itself change each time; that makes no other kind.
             cache.free |= step.sets
             kind = kind.without(cache.free)
             cache.measured.append((kind, step))
@@ -339,7 +339,7 @@ def _kept_inputs(
 def _check_settings(
     backend: str, techniques: Sequence[str], planner: str | Plan, *, profile: bool, hooks: bool
 ) -> None:
-    """Raise ValueError for settings that are none, or exclude each other."""
+    """Raise ValueError for settings that are invalid or exclude each other."""
     if backend not in BACKENDS:
         raise ValueError(f"got backend {backend!r}, expected one of {', '.join(BACKENDS)}.")
     settings.check_profile(profile=profile, backend=backend, measuring="modules")
@@ -385,7 +385,7 @@ def _check_state(
 def _may_be_compiled(
     model: torch.nn.Module, techniques: Sequence[str], planner: str | Plan
 ) -> bool:
-    """Whether a compiled model stays compiled; a warning says what only a plan of its ops has."""
+    """Whether a compiled model stays compiled; if not, warn which setting needs a plan of ops."""
     missing = "offload" if "offload" in techniques else "planner" if planner != "auto" else ""
     if missing:
         warn(
@@ -396,7 +396,7 @@ def _may_be_compiled(
 
 
 def _check_model(model: torch.nn.Module, backend: str, device: Device | str | None) -> None:
-    """Refuse a model that has no plan, or none by this back end for this device."""
+    """Raise if the model cannot be planned, or not with this back end for this device."""
     kind = type(model)
     if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch."):
         raise TraceError(
@@ -412,8 +412,8 @@ def _check_model(model: torch.nn.Module, backend: str, device: Device | str | No
         )
     if "forward" in model.__dict__:
         raise TraceError(
-            "the model's forward was replaced on the instance, so that of its class would not be "
-            "the whole of it. Put the change into a subclass."
+            "the model's forward was replaced on the instance, and a plan runs the one of its "
+            "class. Put the change into a subclass."
         )
     if len({param.device for param in model.parameters()}) > 1:
         raise TraceError("the parameters lie on several devices; a plan is for the memory of one.")

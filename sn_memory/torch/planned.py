@@ -1,4 +1,4 @@
-"""What a planned model carries as `model.sn_memory`: its steps, and what is known of them."""
+"""`model.sn_memory` of a planned model: its steps, and what is known about them."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from .trace.trace import Trace
 if TYPE_CHECKING:
     from .state.model_state import ModelState
 
-# How many kinds that came while training are kept.
+# How many kinds that were planned while training are kept.
 KINDS = 64
 
 
 @dataclass
 class StepCache:
-    """The steps of a planned model, and what training has shown by now.
+    """The steps of a planned model, and what training has shown so far.
 
-    latest : the step that `plan` planned last; of several samples, for the largest.
-    ends : which outputs the backward pass begins at, as in `trace`, if steps have shown it
-    laid_out_otherwise : whether kernels were seen to lay results out otherwise than traced
+    latest : the step that `plan` planned last; for the largest, if there are several samples
+    ends : which outputs the backward pass begins at, as in `trace`, once steps have shown it
+    laid_out_otherwise : whether kernels were seen to use other memory layouts than traced
     kept : per kind of input
-    later : per step, the one that runs in its place if parameters have gradients already
-    measured : choices of modules that were measured on an input, with its kind
+    later : per step, the one that replaces it if parameters already have gradients
+    measured : steps that were measured on an input, with its kind
     changes : per attribute and argument, how many values were planned for while training
-    free : those that change from step to step, whose values are left out; see
+    free : attributes and arguments that change from step to step, whose values are ignored; see
         `InputSignature.without`.
-    time : what planning while training took, and may take
+    time : seconds that planning while training took, and may take
     count, running : steps so far, and the one that ran last
-    warned : what warnings were about, which are given once
+    warned : keys of the warnings already given; each is given once
     """
 
     latest: Step
@@ -62,28 +62,28 @@ class StepCache:
     warned: set[str] = field(default_factory=set)
 
     def known(self, kind: InputSignature | None) -> InputSignature | None:
-        """Return the kind of the kept step that accepts it; else it, without values that change."""
+        """Return the kind of a kept step that accepts `kind`; else `kind` without free values."""
         if kind is None or kind in self.kept:
             return kind
-        # A step for these very values comes before one that leaves them out.
+        # A step for exactly these values takes precedence over one that ignores them.
         free = kind.without(self.free)
         accepts = (step for like in (kind, free) for step in self.kept if step.accepts(like))
         return next(accepts, free)
 
     def step(self, kind: InputSignature | None) -> Step | None:
-        """Return the step of a kind; None where it is to be planned, or planned once more."""
+        """Return the step of a kind; None if it has to be planned, or planned again."""
         kept = None if kind is None else self.kept.get(kind)
         return None if kept is None or kept.step.is_outdated(self.ends) else kept.step
 
     def unlike(self, kind: InputSignature, model: torch.nn.Module) -> str:
-        """Say how a kind differs from the nearest other one; `model` names the modules."""
+        """Describe how a kind differs from the most similar other; `model` names the modules."""
         paths = [path for path, _ in model.named_modules()]
         others = (kind.unlike(kept, paths) for kept in self.kept if kept != kind)
         nearest: list[str] = min(others, key=len, default=[])
         return "; ".join(nearest)
 
     def begins_at(self, ends: Sequence[bool]) -> None:
-        """Plan from now on for gradients of these outputs too, beside those asked for before."""
+        """From now on plan for gradients of these outputs as well as of the earlier ones."""
         if len(self.ends) == len(ends):
             ends = [*map(or_, self.ends, ends)]
         self.ends = tuple(ends)
@@ -91,11 +91,11 @@ class StepCache:
     @property
     def all_steps(self) -> list[Step]:
         """All steps, with those in `later`."""
-        # Each once: a step by parts serves all kinds that it covers.
+        # Each once: a step by regions or modules serves all kinds that it covers.
         return [*dict.fromkeys((*(kept.step for kept in self.kept.values()), *self.later.values()))]
 
     def constants_bytes(self, *, excluding: Iterable[torch.Tensor] = ()) -> int:
-        """Bytes of what steps hold besides the model's tensors, each storage once."""
+        """Bytes that steps hold besides the model's tensors; each storage counts once."""
         held = storage_sizes(tensor for step in self.all_steps for tensor in step.known)
         excluded = storage_sizes(excluding)
         return sum(nbytes for key, nbytes in held.items() if key not in excluded)
@@ -131,14 +131,14 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     strict
         Whether to raise where no plan of ops keeps the budget.
     trial
-        The result of the trial of the plan made last.
+        The result of the trial of the latest plan.
     guards
-        What the steps depend on besides tensors; the kinds of the inputs that came last.
+        What the steps depend on besides tensors; the kinds of the latest inputs.
     pool
         Where the steps allocate, on a device that has such pools (CUDA).
     lock
-        Held during a forward pass, and while one is planned: threads that share the model take
-        turns, as both replace attributes of its modules for a while.
+        Held during a forward pass, and during planning: it serializes threads that share the model,
+        because both temporarily replace attributes of its modules.
     """
 
     inputs: StepCache
@@ -178,7 +178,7 @@ class PlanRecord(PlannedRecord[Trace, Step]):
 
     @property
     def state(self) -> ModelState | None:
-        """All of the state, if it was planned: what lies where, and what that costs."""
+        """Where parameters and optimizer state are kept, and its cost; None if not planned."""
         return self.options.state
 
     def all_brought(self) -> AbstractContextManager[Any]:
@@ -187,7 +187,7 @@ class PlanRecord(PlannedRecord[Trace, Step]):
 
     @property
     def plan(self) -> Any:
-        """The plan made last: a Plan; by `regions` a RegionsPlan, by `modules` a MeasuredPlan."""
+        """The latest plan: a Plan; a RegionsPlan by `regions`, a MeasuredPlan by `modules`."""
         return self.latest.plan
 
     @property

@@ -1,8 +1,8 @@
-"""How a planned model differs from its class: its forward pass runs by the plan.
+"""The forward of a planned model, which runs by the plan.
 
-With gradients enabled the step of the input's kind runs; a new kind gets a step first
-(new_inputs.py). Otherwise the model's own forward runs: in evaluation, and for derivatives that no
-plan has (eager/higher_derivatives.py).
+With gradients enabled, the step for the input's kind runs; a new kind gets a step first
+(new_inputs.py). Otherwise the model's own forward runs: in evaluation, and for derivatives that
+plans do not cover (eager/higher_derivatives.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PlannedForward:
     def run_planned(
         self: Any, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run the forward pass by the plan; by `plain`, the class's own, where there is none."""
+        """Run the forward pass by the plan, or by `plain`, the class's own, if there is none."""
         record: PlanRecord = self.__dict__[RECORD]
         if record.state is not None:
             args, kwargs = record.state.with_inputs((args, kwargs))
@@ -46,7 +46,7 @@ class PlannedForward:
             with record.lock:
                 return plain(self, *args, **kwargs)
         if not torch.is_grad_enabled():
-            # Locked, as a thread that plans replaces parameters for a while.
+            # Locked, because a thread that plans temporarily replaces parameters.
             with record.lock, record.all_brought():
                 return plain(self, *args, **kwargs)
         inputs = record.inputs
@@ -64,11 +64,11 @@ class PlannedForward:
             if kept is not None:
                 if kept.used is not None:
                     kept.used = inputs.count
-                # By position or keyword as in the sample, which is how the step was recorded.
+                # By position or keyword as in the sample, because the step was recorded so.
                 args, kwargs = as_sampled(self, kept.call, (args, kwargs))
             step = fitting(self, step, (args, kwargs), parameters)
             if inputs.running is not step:
-                # Two steps that alternate would else hold two arenas on the host.
+                # Otherwise two steps that alternate would hold two arenas on the host.
                 if inputs.running is not None:
                     inputs.running.release()
                 inputs.running, step.pool = step, record.pool
@@ -80,7 +80,7 @@ class PlannedForward:
             return step.run(self, args, kwargs, Call(parameters, buffers, plain_step))
 
     def __prepare_scriptable__(self: Any) -> Any:
-        # torch.jit.script asks for what it is to compile: our forward is no TorchScript.
+        # torch.jit.script calls this to get what it compiles: our forward is not TorchScript.
         raise exported(plain_class(type(self)))
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
@@ -88,24 +88,24 @@ class PlannedForward:
         plain = plain_model(self)
         if get_spawning_popen() is not None:
             warn(
-                f"a planned {type(plain).__name__} is passed to a new process, and is without its "
-                "plan there: steps hold what plain ones do. Call plan there, too."
+                f"a planned {type(plain).__name__} is passed to a new process, where it has no "
+                "plan: its steps need as much memory as without one. Call plan there, too."
             )
         return uninitialized, (type(plain),), dict(plain.__dict__)
 
 
 def _reason_against_plan(model: torch.nn.Module, record: PlanRecord) -> str:
-    """Say where the model's own forward is looked at; nothing where it may run by its plan."""
+    """Return why the model's own forward has to run; empty if the plan may run."""
     if transformed():
         return "inside torch.func or forward-mode AD"
-    # Modules that run again are the model's own, and use cached weights as it does.
+    # `modules` runs the model's own modules, which use cached weights as the model does.
     if record.backend != "modules" and caches_weights(model):
-        return "inside parametrize.cached(), with weights whose computing changes buffers"
+        return "inside parametrize.cached(), with weights whose computation changes buffers"
     return ""
 
 
 def _warn_of_hooks(name: str, inputs: StepCache, step: Step, pack: Callable[..., Any]) -> None:
-    """Warn once if the caller's hooks for saved tensors do not see what a plan keeps."""
+    """Warn once if the caller's hooks for saved tensors do not see all that a plan keeps."""
     what, of_checkpoint = step.hidden_from_hooks, pack.__qualname__.startswith(OF_CHECKPOINT)
     if not what or (of_checkpoint and step.checkpoints_see):
         return

@@ -1,6 +1,6 @@
-"""How a model is planned for an input: the parameters of `plan`, and the back ends they choose.
+"""Planning a model for one input: the options of `plan`, and the choice of a back end.
 
-The planned model keeps them, so that it can be planned once more for an input of another kind.
+The planned model keeps its options, so that it can be planned again for an input of another kind.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# The searches that share the time of a step with its state: about as many as bisecting takes.
+# The searches that share the time limit of a step with its state: about as many as bisection takes.
 _STATE_SEARCHES = 8
-# Relative difference between the traced baseline and the plain step's peak that needs no note.
+# Up to this relative difference between the traced baseline and the plain step's peak, no note.
 _BASELINE_ERROR = 0.005
 
 
@@ -64,9 +64,9 @@ _BASELINE_ERROR = 0.005
 class PlanningResult:
     """A step that was planned.
 
-    laid_out_otherwise : whether kernels laid results out otherwise than traced, so that it was
-        traced again
-    after_first : whether it was traced as it is after a first forward pass
+    laid_out_otherwise : whether it was traced again because kernels used other memory layouts than
+        traced
+    after_first : whether it was traced in the model's state after a first forward pass
     """
 
     step: Step
@@ -77,13 +77,13 @@ class PlanningResult:
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How to plan a model for an input; the parameters are those of `plan`, and these.
+    """How to plan a model for an input: the parameters of `plan`, and these.
 
-    plan_graph : that of `sn_memory`, passed in: who carries plans out does not import the search.
-    share : the budget as it was asked for, if that was a percentage
-    overlap : whether gradients of parameters are computed no later than torch computes them, if a
-        plan of that order keeps the budget: ranks exchange them.
-    update : `hooks`: the caller's own update each parameter when its gradient is complete.
+    plan_graph : that of `sn_memory`, passed in so that running a plan does not import the search.
+    share : the budget as passed in, if it was a percentage
+    overlap : whether gradients of parameters are computed no later than in torch, if a plan in that
+        order keeps the budget, so that ranks can exchange them early.
+    update : `hooks`: the caller's hooks update each parameter when its gradient is complete.
     accumulate : whether parameters have gradients when the step begins
     trial : whether the step is tried on its input
     """
@@ -105,21 +105,21 @@ class PlanOptions:
     from_sqrt_n: bool = True
     was_compiled: bool = False
     state: ModelState | None = None
-    # Whether the step is traced as it is after a first forward pass, which sets what it keeps.
+    # Whether the step is traced after a first forward pass, in which the model sets attributes.
     after_first: bool = False
     # Which outputs the backward pass begins at, as in `trace`, if steps have shown it.
     ends: tuple[bool, ...] = ()
-    # More samples of the same shapes, for which parts of a model are planned as well.
+    # More samples of the same shapes, which `regions` and `modules` also plan for.
     alike: tuple[Arguments, ...] = ()
-    # How kernels were seen to lay results out, where a trace says otherwise.
+    # Memory layouts of results that differ from those of the trace, as seen in a run.
     layouts: Layouts | None = None
-    # Plans what is traced, in the place of `planned_trace`.
+    # Plans a trace, in place of `planned_trace`.
     plan_of_trace: Callable[[Trace], Plan] | None = None
 
     def at_once(self, budget_bytes: int, device: Device | None) -> PlanOptions:
-        """Return how to plan while training: a short search, no op timed, no trial.
+        """Return the options for planning while training: a short search, no ops timed, no trial.
 
-        device : the speeds that the plans before were made with
+        device : the speeds that the earlier plans were made with
         """
         return replace(
             self,
@@ -133,7 +133,7 @@ class PlanOptions:
         )
 
     def planned_step(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
-        """Plan the plain model for an input, by the back end asked for or the first that can."""
+        """Plan the plain model for an input, by the requested back end or the first that can."""
         if self.backend == "auto" and self.was_compiled:
             return self.plan_compiled(model, arguments)
         name = "graph" if self.backend == "auto" else self.backend
@@ -145,7 +145,7 @@ class PlanOptions:
             raise
         except Exception as failure:
             error: Exception = failure
-            # A trial has to compare that first forward pass, and state on the host has none.
+            # A trial has to compare that first pass; with state on the host nothing is compared.
             may_run_first = self.trial and self.state is None and not self.after_first
             if isinstance(error, SetsStateError) and name == "graph" and may_run_first:
                 try:
@@ -155,7 +155,8 @@ class PlanOptions:
                 except TraceError as second:
                     # If later forward passes set attributes as well, the first message stands.
                     error = failure if isinstance(second, SetsStateError) else second
-            # Parts are chosen by what was measured, which differs from run to run; none plan state.
+            # Regions and modules are chosen by measurements, which differ from run to run, and
+            # neither plans state.
             if self.backend != "auto" or settings.deterministic or self.state:
                 if error is failure:
                     raise
@@ -167,7 +168,10 @@ class PlanOptions:
     def plan_by_parts(
         self, model: torch.nn.Module, arguments: Arguments, why: str
     ) -> PlanningResult:
-        """Plan a model that says why it cannot be traced: by regions, or without any, modules."""
+        """Plan a model that cannot be traced: by regions, or by modules if it has no regions.
+
+        why : the reason, for messages
+        """
         # Imported here, as most processes need no regions; tests/frame/test_closure.py counts.
         from .regions.step import RegionsBudgetError
 
@@ -177,21 +181,21 @@ class PlanOptions:
             with restore_rng_state():
                 result = self.in_trial(self.by_regions(model, arguments, why), model, arguments)
             warn(
-                f"{name} is planned by regions, with what lies between them as it is written, "
+                f"{name} is planned by regions, and the code between them runs unchanged, "
                 f"because {why}",
             )
             return result
         except RegionsBudgetError as error:
             over = error
-            # Modules run again what lies between regions, too. Where that holds most of the bytes,
-            # they may need less.
+            # `modules` also recomputes what lies between regions. If that holds most of the bytes,
+            # it may need less.
             error.args = (f"{error} {name} is planned by regions because {why}",)
             if 2 * error.outside_bytes < error.peak_bytes:
                 raise
             regions = f"its regions need {show_bytes(error.peak_bytes)}"
         except (SampleError, torch.OutOfMemoryError):
             raise
-        # Modules take any model; if it fails on the sample itself, they raise that.
+        # `modules` takes any model; if the model itself fails on the sample, it raises that error.
         except Exception as error:  # noqa: BLE001
             regions = f"it has no plan by regions: {first_line(error)}"
             log.info("%s: %s", name, regions)
@@ -219,10 +223,10 @@ class PlanOptions:
         return self.in_trial(step, model, arguments)
 
     def plan_after_first(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
-        """Plan by graph what steps do after the first, in which the model sets attributes.
+        """Plan by graph the steps after the first, in which the model sets attributes.
 
-        Classes of transformers write into their configuration then, or install hooks. The trial
-        shows whether the first step computes the same.
+        Some classes of transformers write to their configuration in the first step, or install
+        hooks. The trial shows whether the first step computes the same.
         """
         later = replace(self, after_first=True)
         with restore_rng_state():
@@ -230,12 +234,12 @@ class PlanOptions:
         if not result.trial.compared:
             raise TraceError(
                 "the forward pass sets attributes in its first run, and no trial could compare "
-                f"that run with a plan of the others ({result.trial.remark}). Run one step first."
+                f"that run with a plan for later runs ({result.trial.remark}). Run one step first."
             )
         return replace(result, after_first=True)
 
     def plan_compiled(self, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
-        """Plan a model that was compiled: compiled, or as any other, and warn why."""
+        """Plan a compiled model: compiled if possible, else like any other, with a warning."""
         try:
             with restore_rng_state():
                 return self.in_trial(self.by_compiler(model, arguments), model, arguments)
@@ -259,10 +263,10 @@ class PlanOptions:
         unseen = changeable(*arguments)
         if unseen:
             raise TraceError(
-                f"an argument is a {', '.join(unseen)}: what it holds could change from step to "
+                f"an argument is a {', '.join(unseen)}: its contents could change from step to "
                 "step, and a replay would not see it. Pass the tensors and numbers in it."
             )
-        # A GPU that is not here: its step can be traced, and not be run; state is resident there.
+        # For a GPU that is not here the step is traced but cannot run; all state is resident.
         if isinstance(self.device, str) and gpu_of(self.device, device_of(model)) is not None:
             traced = replace(self, state=None, update="step").traced(model, arguments)
             return EstimateOnlyStep(traced, self.planned_trace(traced), self.device)
@@ -278,17 +282,17 @@ class PlanOptions:
         from .compile.backend import CompiledStep, Setting, Settings
 
         check_memory(model, arguments, "compiling a model runs parts of it")
-        # A plan that was carried over is not kept for later processes.
+        # Settings carried over from another input are not cached for later processes.
         key = repr((self.techniques, self.time_limit_s, self.profile, settings.deterministic))
         measuring = Settings(
             self.budget,
             timed=self.profile and not settings.deterministic,
             recompute="recompute" in self.techniques,
             resident_bytes=resident_bytes(model, self.optimizer),
-            # The compiled graph returns all new gradients at its end, where the earlier ones are
-            # held as well.
+            # The compiled graph returns all new gradients at its end, when the earlier ones are
+            # still held.
             earlier_bytes=wanted_bytes(model) if self.accumulate else 0,
-            known=tuple(Setting(*one) for one in known),
+            known=tuple(Setting(*setting) for setting in known),
             key=None if known else key,
         )
         with outside_saved_tensors_hooks():
@@ -296,7 +300,7 @@ class PlanOptions:
                 return CompiledStep(model, arguments, measuring)
             except TraceError:
                 if self.trial:
-                    # If the model itself fails on the sample, this raises that instead.
+                    # If the model itself fails on the sample, this raises that error instead.
                     runs_on(model, arguments)
                 raise
 
@@ -309,23 +313,23 @@ class PlanOptions:
         held_bytes: int = 0,
         earlier_bytes: int = 0,
     ) -> Step:
-        """Return a step in which modules run again.
+        """Return a step in which modules are recomputed.
 
         safely, earlier_bytes : as in ModuleStep
-        held_bytes : what counts besides the step and the optimizer's state
+        held_bytes : bytes that count besides the step and the optimizer's state
         """
         from .modules.backend import ModuleStep
         from .modules.probe import Probe
 
         check_memory(model, arguments, "planning by modules runs the model")
         if self.alike:
-            # Of samples of the same shapes the one that saves most.
+            # Of samples of the same shapes, the one that saves most for the backward pass.
             arguments = max(
                 (arguments, *self.alike), key=lambda sample: Probe(model, sample).saved_bytes
             )
         step = ModuleStep(
             model,
-            # As leaves: what computed them is no part of the step that is measured.
+            # As leaves: the graph that computed them is not part of the measured step.
             detached(arguments),
             self.budget,
             resident_bytes=resident_bytes(model, self.optimizer) + held_bytes,
@@ -335,26 +339,26 @@ class PlanOptions:
         if step.plan.runs > 1 and not safely:
             warn(
                 f"what {type(model).__name__} runs depends on random numbers. The budget holds for "
-                f"the largest of {step.plan.runs} steps that were tried; a step that is rarer "
-                "may hold more. Leave room for it.",
+                f"the largest of {step.plan.runs} steps that were tried; a rarer step may hold "
+                "more. Leave room for it.",
             )
         return step
 
     def by_regions(
         self, model: torch.nn.Module, arguments: Arguments, why: str = "", *, safely: bool = False
     ) -> Step:
-        """Return a step in which the parts of a model that trace whole are planned together.
+        """Return a step in which all parts of a model that can be traced are planned together.
 
-        why : the model is not planned whole; safely : as in RegionOptions
+        why : the reason why the model is not planned as one graph; safely : as in RegionOptions
         """
         from .regions.search import RegionOptions, region_step
 
         check_memory(model, arguments, "planning by regions runs the model")
         if is_sharded(model):
-            raise TraceError("parameters are sharded, and regions compute with whole ones")
+            raise TraceError("parameters are sharded, and regions compute with unsharded ones")
 
         def search(graph: Graph, budget_bytes: int, seconds: float) -> Plan:
-            # A plan passed in as planner is of a whole model.
+            # A plan passed in as planner is for a whole model.
             options = replace(self, time_limit_s=seconds, planner="auto")
             return options.searched(graph, budget_bytes)
 
@@ -375,7 +379,7 @@ class PlanOptions:
         """Return a plan of a graph, within this budget or another."""
         budget = self.budget if budget is None else budget
         if graph.allocator != "torch":
-            # Only torch's caching allocator reserves more than is live.
+            # Only torch's caching allocator reserves more than the live bytes.
             return self.searched(graph, budget)
         allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
 
@@ -402,7 +406,7 @@ class PlanOptions:
         )
         if plan.decided("offload"):
             room = parse_bytes(budget, whole=unplanned_bytes(graph))
-            # Copies that moved make other ops wait, so peak and seconds are taken from a replay.
+            # Moving copies makes other ops wait, so peak and seconds are taken from a replay.
             actions = spread_copies(graph, plan.actions, room, times=WIDE)
             replayed = carry_out(graph, replace(plan, actions=actions))
             plan = replace(
@@ -412,7 +416,7 @@ class PlanOptions:
         return plan
 
     def planned_trace(self, traced: Trace) -> Plan:
-        """Return a plan of what was traced."""
+        """Return a plan of a trace."""
         if self.plan_of_trace is not None:
             return self.plan_of_trace(traced)
         try:
@@ -425,10 +429,10 @@ class PlanOptions:
         return replace(plan, notes=notes)
 
     def replay(self, model: torch.nn.Module, arguments: Arguments) -> Replay:
-        """Return a step that replays what is traced."""
+        """Trace the model, and return a step that replays the trace by a plan."""
         if self.overlap:
             # In torch's order gradients may need more than the budget (BudgetError), and a plan
-            # that was passed in may be of the other order (PlanError).
+            # that was passed in may be for the other order (PlanError).
             with suppress(BudgetError, PlanError):
                 return self._replay(model, arguments)
         return replace(self, overlap=False)._replay(model, arguments)
@@ -436,7 +440,7 @@ class PlanOptions:
     def _replay(self, model: torch.nn.Module, arguments: Arguments) -> Replay:
         traced = self.traced(model, arguments)
         if self.state is not None:
-            # Speeds that were passed in, or are those of any machine, are not measured.
+            # Nothing is measured if speeds were passed in, or without profiling.
             measured = self.profile and self.device is None
             search = replace(self, time_limit_s=self.time_limit_s / _STATE_SEARCHES)
             return self.state.replay(model, traced, self.budget, search.planned, measured=measured)
@@ -451,19 +455,19 @@ class PlanOptions:
                 CallArguments(*arguments),
                 profile=self.profile,
                 device=self.device,
-                # Its state is part of the plan then, and not resident.
+                # With planned state, the optimizer's state is part of the plan, not resident.
                 optimizer=None if self.state else self.optimizer,
                 overlap=self.overlap,
                 layouts=self.layouts or {},
                 accumulate=self.accumulate,
                 update=self.update,
-                # Not while training, when seconds count and the budget is in bytes.
+                # Not while training, when planning has to be fast and the budget is in bytes.
                 unplanned=self.from_sqrt_n,
                 ends=self.ends,
             )
 
     def layouts_seen(self, first: Layouts, model: torch.nn.Module, arguments: Arguments) -> Layouts:
-        """Return how kernels lay results out on an input, with what a first trial noted."""
+        """Return the layouts of results on an input; `first` : those a first trial saw."""
         untimed = replace(self, profile=False, plan_of_trace=lambda traced: smallest(traced.graph))
 
         def run(step: Step) -> None:
@@ -475,13 +479,13 @@ class PlanOptions:
     def replay_of(
         self, model: torch.nn.Module, arguments: Arguments
     ) -> Callable[[Layouts], Replay]:
-        """Return what makes the step of an input, given layouts that were seen."""
+        """Return a function that makes the step of an input from observed layouts."""
         return lambda layouts: replace(self, layouts=layouts).replay(model, arguments)
 
     def in_trial(self, step: Step, model: torch.nn.Module, arguments: Arguments) -> PlanningResult:
-        """Try a step on its input; trace and plan it again where kernels lay out otherwise."""
+        """Try a step on its input; if kernels use other layouts, trace and plan it again."""
         if device_of(model).type == "cpu" and step.runs_here:
-            # malloc may keep what tracing freed, and a process near its limit needs it now.
+            # malloc may keep what tracing freed, which a process near its limit needs now.
             return_freed(step.plan.peak_bytes)
         if self.trial and self.state is not None:
             report_progress("trial", 0, 1)
@@ -498,7 +502,7 @@ class PlanOptions:
             return PlanningResult(step, Trial(False, {}, remark=remark))
 
         if self.update == "hooks":
-            # In a trial no hook frees a gradient, so that all of them would be held.
+            # In a trial no hook frees gradients, so all of them would be held.
             own = step.plan.peak_bytes + wanted_bytes(model)
             if own > parse_bytes(self.budget, whole=step.plan.baseline_peak_bytes):
                 remark = "the budget has no room for all gradients, which a trial holds"
@@ -507,7 +511,7 @@ class PlanOptions:
         def trial_of_step() -> Trial:
             report_progress("trial", 0, 1)
             need = step.plan.baseline_peak_bytes
-            # With an optimizer's state or earlier gradients the baseline counts more than the step.
+            # With optimizer state or earlier gradients the baseline counts more than the step.
             counted = self.profile and self.optimizer is None and not self.accumulate
             return tried(step, model, arguments, plain_bytes=need, counted=counted)
 
@@ -518,7 +522,8 @@ class PlanOptions:
             step = self.replay_of(model, arguments)(seen)
             result = trial_of_step()
         if result.failure or result.layouts:
-            reason = result.failure or f"kernels lay out otherwise {next(iter(result.layouts))}"
+            first = next(iter(result.layouts), None)
+            reason = result.failure or f"kernels return {first} in another layout than traced"
             raise TraceError(f"a step with the plan, tried on the sample, failed: {reason}")
         note = _baseline_note(result.plain_peak_bytes, step.plan.baseline_peak_bytes)
         if note and step.trace is not None:
@@ -527,13 +532,14 @@ class PlanOptions:
 
 
 def _baseline_note(plain_bytes: int, baseline_bytes: int) -> str:
-    """Say by how much the traced baseline differs from the plain step's peak; else nothing."""
+    """Describe the difference between traced baseline and plain step's peak; empty if small."""
     part = baseline_bytes / plain_bytes - 1 if plain_bytes else 0.0
     if abs(part) <= _BASELINE_ERROR:
         return ""
     return (
-        f"the plain step had {show_bytes(plain_bytes)} of the allocator, and needs "
-        f"{show_bytes(baseline_bytes)} ({100 * part:+.1f} %) as traced: percent are of the latter"
+        f"the plain step allocated {show_bytes(plain_bytes)}, and needs "
+        f"{show_bytes(baseline_bytes)} ({100 * part:+.1f} %) by its trace: percentages refer to "
+        "the latter"
     )
 
 
@@ -544,14 +550,14 @@ def guarded(
     arguments: Arguments,
     step: Step,
 ) -> InputSignature:
-    """Return the signature that a step is for, by what its forward pass read as it was planned."""
+    """Return the signature that a step is for, from what its forward read during planning."""
     reads = step.reads
     if not reads:
-        # torch.compile follows a forward without running it: a step without values is recorded.
+        # torch.compile traces the forward by itself, so record the reads of a step without values.
         with recorded_reads(model) as seen:
             try:
                 fake_step(model, arguments)
                 reads = seen()
-            except Exception:  # noqa: BLE001 - compiled it runs: then everything counts
+            except Exception:  # noqa: BLE001 - compiled it does run: then every read counts
                 reads = every_read(model)
     return guards.add(kind, model, arguments, reads, step.looked)

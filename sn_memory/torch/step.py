@@ -1,4 +1,4 @@
-"""What runs in place of the forward pass of a planned model, whichever back end planned it."""
+"""The planned step: what replaces the forward pass of a planned model, whatever the back end."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from .trace.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a planned model knows of a call when its step runs.
+    """A call of a planned model, as passed to its step.
 
     parameters, buffers : of the model in this forward pass; `functional_call` swaps in others.
-    plain : returns, for a step, what computes derivatives that no plan has
-        (eager/higher_derivatives.py); None where nothing can.
+    plain : for a step, returns the plain step, which computes derivatives that plans do not cover
+        (eager/higher_derivatives.py); None where there is none.
     """
 
     parameters: list[torch.nn.Parameter]
@@ -43,23 +43,23 @@ class Step(Protocol):
 
     backend : `graph`, `regions`, `compile` or `modules`
     plan : a Plan, a RegionsPlan or a MeasuredPlan
-    trace : the trace it was planned on; None where there is none.
+    trace : the trace it was planned on; None if there is none.
     known, ignored : tensors it holds between steps, besides the model's: those that count as live,
-        and those that lie on the host.
-    resident_bytes : of what is no part of the step: the optimizer's state.
-    counts_gradients : whether it was planned for parameters that have gradients
-    layouts : of results that a trial saw laid out otherwise than traced
-    pool : where it allocates; none while it is tried, beside the model's own step.
+        and those on the host.
+    resident_bytes : held outside of the step: the optimizer's state.
+    counts_gradients : whether it was planned for parameters that already have gradients
+    layouts : of results whose layout in a trial differed from the trace
+    pool : where it allocates; none during the trial, which also runs the model's own step.
     waiting : how many forward passes still wait for their backward pass
     runs_here : whether it can run on this machine
     rounds_alike : whether it runs the ops of the model's own step, so that results can be compared
     by_allocator : whether only the device's allocator sees all that it allocates
-    reads, looked : what the forward pass read of modules as it was planned, None where that is not
-        known; and the places of inputs whose values it looked at.
+    reads, looked : what the forward pass read from modules during planning, None if unknown; and
+        the positions of inputs whose values it read.
     sets : attributes that the forward pass sets: their values make no other kind of input.
-    hidden_from_hooks : what hooks for saved tensors around it do not see, or see instead; empty if
-        they see all.
-    checkpoints_see : whether a checkpoint around it sees all
+    hidden_from_hooks : what the caller's hooks for saved tensors miss, or see instead; empty if
+        they see everything.
+    checkpoints_see : whether a checkpoint around it sees everything
     covers_smaller : whether it was measured, and runs any input that is no larger within the same
         bytes
     setting : share and solver of torch's memory budget
@@ -99,33 +99,33 @@ class Step(Protocol):
         return ""
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
-        """Run the forward pass; the rest of the plan happens in the backward pass."""
+        """Run the forward pass; the rest of the plan runs in the backward pass."""
 
     def release(self) -> None:
-        """Free memory on the host that no pass uses; it is allocated again if the step runs."""
+        """Free host memory that no pass uses; it is allocated again when the step runs."""
         return
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:
-        """Whether it has to be planned again, as other gradients are asked for by now."""
+        """Whether it has to be planned again, because other gradients are needed by now."""
         return False
 
 
 class _Pass:
-    """A forward pass that waits for its backward pass, for as long as autograd has its graph."""
+    """A forward pass that waits for its backward pass; it lives as long as its autograd graph."""
 
     consumed = False
 
 
 class MeasuredStep(Step):
-    """A step of the model's own forward pass with parts of it planned, which was run and measured.
+    """A step that runs the model's own forward pass, parts of it planned; was run and measured.
 
-    warned : what warnings were about, which are given once
-    waiting_bytes : what a forward pass holds until its backward pass, and of that what the caller
-        has: input and output.
+    warned : keys of the warnings already given; each is given once
+    waiting_bytes : what a forward pass holds until its backward pass, and the part of it that the
+        caller holds: input and output.
     """
 
     covers_smaller = True
-    checkpoints_see = True  # inside of one all runs as it was written
+    checkpoints_see = True  # inside a checkpoint the model's own forward runs unchanged
     warned: set[str]
     waiting_bytes = (0, 0)
 
@@ -138,12 +138,12 @@ class MeasuredStep(Step):
 
     @property
     def adding_peak_bytes(self) -> int:
-        """At most the peak of a backward pass whose gradients are added to earlier ones."""
+        """Upper bound of a backward pass's peak when its gradients are added to earlier ones."""
         peak: int = self.plan.peak_bytes
         return peak
 
     def follow(self, model: torch.nn.Module, returned: Any) -> None:
-        """Note, by hooks of autograd, when the graph of a forward pass is freed, used, or kept."""
+        """Track by autograd hooks when the graph of a forward pass is freed, used, or kept."""
         if inside_checkpoint():
             return  # nothing is held
         one = _Pass()
@@ -171,7 +171,7 @@ class MeasuredStep(Step):
 def keeps_graph(
     model: torch.nn.Module, need: int, budget: int, *, differentiated: bool = False
 ) -> str:
-    """Return a warning of a backward pass that keeps its graph; need, budget : in bytes.
+    """Return the warning about a backward pass that keeps its graph; need, budget : in bytes.
 
     differentiated : whether it creates a graph of its own
     """
@@ -185,7 +185,7 @@ def keeps_graph(
 
 
 class EstimateOnlyStep(Step):
-    """The step of a model planned for a GPU that is not here: its plan can be read, and not run."""
+    """The step of a model planned for a GPU that is not here: its plan can be read but not run."""
 
     backend = "graph"
     runs_here = False
@@ -196,9 +196,9 @@ class EstimateOnlyStep(Step):
         self.reads = trace.captured.reads
 
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
-        """Refuse, whatever the input: the calls that were planned do not exist here."""
+        """Raise ReplayError for any input: the planned calls cannot run on this machine."""
         raise ReplayError(
-            f"the model was planned for {self.device}, which is not here: its sn_memory tells the "
-            "plan and writes the report, and a step cannot run it. To train, plan on that machine "
+            f"the model was planned for {self.device}, which is not here: its sn_memory has the "
+            "plan and writes the report, but a step cannot run. To train, plan on that machine "
             "with the model there, and without device."
         )

@@ -1,4 +1,4 @@
-"""verify: a planned model beside the plain one; what was predicted, and what was measured."""
+"""verify: compare a planned model with the plain one, and predictions with measurements."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .trace.trace import call_arguments
 def verify(
     model: torch.nn.Module, sample: Any, *, loss: Loss | None = None, accumulate: bool = False
 ) -> Verification:
-    """Run a training step with the plan and without, and compare.
+    """Run a training step with the plan and without it, and compare.
 
-    Called where the forward pass of a training step is called, inside `torch.autocast` if that is;
-    the backward pass runs outside of it. Buffers, gradients and the state of the random number
-    generator are put back afterwards. The step without the plan needs the memory it needs.
+    Call it where the training loop calls the forward pass, inside `torch.autocast` if the loop does
+    so; the backward pass runs outside of it. Buffers, gradients and the state of the random number
+    generator are restored afterwards. The step without the plan needs its full memory.
 
     Parameters
     ----------
@@ -32,17 +32,17 @@ def verify(
     sample
         A real input like the one it was planned for.
     loss
-        Makes the loss of what the model returns. Without, it is what the model returns as `loss`;
-        where it returns none, the outputs' gradients are random (1 for a scalar), the same in both
-        runs.
+        Computes the loss from what the model returns. By default it is the `loss` that the model
+        returns; if it returns none, the outputs' gradients are random (1 for a scalar), the same in
+        both runs.
     accumulate
-        Run steps that find gradients of parameters, as later micro-batches do: zeros, in both.
+        Run both steps with existing gradients of parameters (zeros), as later micro-batches do.
 
     Raises
     ------
     PlanError
-        If the model is not planned, or not for this input; or if a step of it updates parameters:
-        with its state on the host, where the one without the plan has no room, or by hooks.
+        If the model is not planned, or not for this input; or if its step updates parameters: with
+        its state on the host, where the step without the plan has no room, or by hooks.
     """
     record: PlanRecord | None = model.__dict__.get(RECORD)
     arguments = call_arguments(sample)
@@ -58,26 +58,26 @@ def verify(
         )
     if record.options.state is not None:
         raise PlanError(
-            "verify runs a training step, and one of a model with its state on the host updates "
+            "verify runs a training step, and a step of a model with its state on the host updates "
             "parameters. Compare losses of a few steps with those of a copy that is not planned."
         )
     if record.options.update == "hooks":
         raise PlanError(
-            "the model was planned with state='hooks', and verify trains nothing: no hook lets "
-            "gradients go in it, so they would all be held. Compare some steps of your own, inside "
-            "a StorageTracker for the peak."
+            "the model was planned with state='hooks', and in verify no hook frees the gradients, "
+            "so all of them would be held. Compare some steps of your own, inside a StorageTracker "
+            "for the peak."
         )
     running: Step = step
-    # The CPU's allocator cannot distinguish the host's memory from a device's; arenas for copies,
+    # On the CPU, host memory and device memory have the same allocator, so the arenas for copies,
     # which are allocated in the first step, would count.
     copies = bool(running.ignored or running.plan.decided("offload"))
     kernels = device_of(model).type == "cpu" and not copies
     by_allocator = running.by_allocator
-    # Seen in the plain step, which runs first.
+    # Known from the plain step, which runs first.
     written: list[torch.Tensor] | None = None
 
     def plain(*args: Any, **kwargs: Any) -> Any:
-        # Taken anew: it has the attributes that the model has inside.
+        # Made in each call, so that it has the attributes that the model has at that time.
         return plain_model(model)(*args, **kwargs)
 
     def measured(run: Any, *, count: bool) -> Measured:
@@ -100,13 +100,13 @@ def verify(
     written = [param for name, param in named if f"parameter {name}" in expected.results]
     earlier_bytes = 0
     if accumulate:
-        # The first such step plans for gradients, if they need a plan of their own.
+        # The first such step plans for existing gradients, if they need a plan of their own.
         measured(model, count=False)
         running = record.inputs.later.get(running, running)
         earlier_bytes = 0 if running.counts_gradients else wanted_bytes(model)
     got = measured(model, count=True)
     different = differences(expected.results, got.results)
-    # Not counted, as that takes time itself; the shorter of two, as other processes only add.
+    # Without counting, which itself takes time; the shorter of two, as other processes only add.
     planned_s = min(measured(model, count=False).seconds for _ in range(2))
     plain_s = min(measured(plain, count=False).seconds for _ in range(2))
     return Verification(

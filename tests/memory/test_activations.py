@@ -113,7 +113,7 @@ def test_a_budget_goes_where_a_bit_helps_most():
 
 
 def told(bits):
-    return pytest.warns(AccuracyWarning, match=f"leaves {bits} bits for what GELU")
+    return pytest.warns(AccuracyWarning, match=f"leaves {bits} bits for inputs of GELU")
 
 
 def norm_and_linear(budget):

@@ -79,7 +79,7 @@ def ones_of(planned):
 
 
 # A sample's mask, the masks that come after it, and of which kinds the steps are.
-COURSES = {
+CASES = {
     "planned for ones": (ones(), [padded(), ones(), padded(), ones()], [True, False]),
     # Found by a Trainer: a batch without padding, of the shape of one with some, was rounded.
     "planned for one that masks": (padded(), [ones(), padded(), ones()], [False, True]),
@@ -90,9 +90,9 @@ COURSES = {
 }
 
 
-@pytest.mark.parametrize("course", COURSES)
-def test_ones_and_what_masks_are_kinds_of_their_own(course):
-    sample, masks, of_ones = COURSES[course]
+@pytest.mark.parametrize("case", CASES)
+def test_ones_and_what_masks_are_kinds_of_their_own(case):
+    sample, masks, of_ones = CASES[case]
     model = Attention()
     planned = plan(model, (ids_of(), sample), "90%", **SETTINGS)
     assert attention_masks(planned) == {not of_ones[0]}
@@ -101,7 +101,7 @@ def test_ones_and_what_masks_are_kinds_of_their_own(course):
     kinds = planned.sn_memory.kinds
     assert [it.inputs.endswith("of ones") for it in kinds] == of_ones
     assert len(planned.sn_memory.steps) == len(of_ones)
-    if course.startswith("planned"):
+    if case.startswith("planned"):
         says = "not all ones" if of_ones[0] else "all ones"
         assert [it.unlike for it in kinds] == ["", f"mask is {says}"]
         named = "ids (4, 8), mask (4, 8)"

@@ -383,7 +383,7 @@ REFUSED = [
     *((kind, "seeds torch's generator") for kind in (seeds, seeds_inside)),
     (freezes, r"sets requires_grad of inner\.0\.bias"),
     (MomentumInNewMemory, r"sets \.data of slow\.0\.weight"),
-    (MomentumInLists, "keeps elsewhere than in its modules"),
+    (MomentumInLists, "keeps outside of its modules"),
     *((partial(OwnGenerators, at), "generator of the model's own") for at in (None, 0, 1, 2)),
 ]
 

@@ -127,7 +127,7 @@ def test_without_timing_a_rule_promises_more_and_a_note_says_so():
 
 
 def test_a_budget_below_scratch_names_the_op_and_its_scratch():
-    with pytest.raises(BudgetError, match=r"convolution.* of scratch beside its tensors"):
+    with pytest.raises(BudgetError, match=r"convolution.* of scratch besides its tensors"):
         plan(*convolved(), "20%", profile=False, backend="graph")
 
 

@@ -128,7 +128,7 @@ def test_backward_returns_when_gradients_are_on_the_host(monkeypatch):
 
 
 def test_a_trace_goes_backward_in_its_own_thread():
-    """In autograd's, the last gradients could outlive the call: "leaves what it computes"."""
+    """In autograd's, the last gradients could outlive the call: "leaves a result"."""
     threads = []
 
     class Doubled(torch.autograd.Function):

@@ -1,6 +1,6 @@
 """Apoptosis for TensorFlow: a Keras model and its optimizer shrink together while they train."""
 
-# What is imported below needs the framework: without it, one sentence and no traceback into here.
+# The imports below need TensorFlow: without it, the user gets one sentence, not a traceback.
 # ruff: noqa: E402
 from ...base.errors import need
 

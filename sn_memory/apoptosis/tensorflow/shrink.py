@@ -1,4 +1,4 @@
-"""`Apoptosis` for Keras: look at the model every so often, merge what may go, say what was done."""
+"""`Apoptosis` for Keras: measure the model periodically, merge neurons, report the merges."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .surgery import (
 
 
 def _add(own: Seen, layer: Any, seen: Any, out: Any, share: int) -> None:
-    """Add one batch: `seen` [rows, ..., places x n], what the reader put out [rows, ...]."""
+    """Add one batch: inputs `seen` [rows, ..., places x n], and the reader's output [rows, ...]."""
     n = len(own.fit) - 1
     flat = tf.reshape(tf.cast(seen[FITTED], tf.float64), [-1, n])
     flat = tf.concat([flat, tf.ones([len(flat), 1], tf.float64)], axis=1)
@@ -53,7 +53,7 @@ def _add(own: Seen, layer: Any, seen: Any, out: Any, share: int) -> None:
 
 
 def _padded(layer: Any, seen: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Return what a convolution reads, with the zeros that it sees around it."""
+    """Return the input of a convolution with its zero padding."""
     kernel, stride, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
     sides = [(0, 0)] * len(kernel)
     if layer.padding == "same":
@@ -66,16 +66,16 @@ def _padded(layer: Any, seen: NDArray[np.float32]) -> NDArray[np.float32]:
 def measure(
     graph: Any, groups: Sequence[Group], batches: Sequence[Any], samples: int
 ) -> list[list[Seen]]:
-    """Return what each reader of each group saw in batches of inputs.
+    """Return statistics of each reader of each group in batches of inputs.
 
-    The recorded calls are run once more on them, in training mode: dropout is left out, so that
-    chance is not taken for a difference, and moving averages are put back.
+    The recorded calls are run again on them, in training mode: dropout is left out, so that
+    randomness is not taken for a difference, and moving averages are restored.
 
-    About `samples` outputs of each reader are kept in all.
+    About `samples` outputs of each reader are kept in total.
     """
     seen_by_group, sites = empty_statistics(groups, lambda size: np.zeros((size, size)))
     share = math.ceil(samples / len(batches))
-    # By id of what Keras recorded: each call reads what earlier calls have left there.
+    # By id of Keras's recorded tensors: each call reads results of earlier calls.
     for batch in batches:
         values = {id(t): x for t, x in zip(graph.inputs, keras.tree.flatten(batch), strict=True)}
         for node in calls_of(graph):
@@ -93,7 +93,7 @@ def _run(
     if kind_of(operation).endswith("Dropout"):
         return args[0]
     if kind_of(operation) == "BatchNormalization":
-        # In training it moves its averages, which are put back.
+        # In training mode it updates its averages, which are restored.
         before = [held.numpy() for held in operation.non_trainable_variables]
         output = operation(*args, **{**kwargs, "training": True})
         for held, value in zip(operation.non_trainable_variables, before, strict=True):
@@ -118,10 +118,10 @@ def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
     Parameters
     ----------
     model
-        Made as it was before training, at full width; changed in place.
+        Constructed as before training, at full width; changed in place.
     path
-        The .keras file. keras.models.load_model reads it just as well, where the code that made
-        the model is not at hand.
+        The .keras file. keras.models.load_model also reads it, if the code that made the model is
+        not available.
 
     Returns
     -------
@@ -148,28 +148,28 @@ def rebuild(model: Any, path: str | os.PathLike[str]) -> Any:
 
 
 class Apoptosis(BaseApoptosis):
-    """Merges neurons of a Keras model while it trains, with all that its optimizer knows of them.
+    """Merges neurons of a Keras model while it trains, together with their optimizer state.
 
-    The model is a functional one, or a Sequential one that is built; the optimizer Keras's of its
-    variables, wrapped by Horovod or not. Settings: see `__init__`.
+    The model is a functional one, or a built Sequential one; the optimizer is a Keras optimizer of
+    its variables, wrapped by Horovod or not. Settings: see `__init__`.
 
     Notes
     -----
-    Give `observe` what the model is trained on, or train with `fit` and `callback`. A tf.function
-    that was recorded before an event reads variables that are empty now, and fails: make it anew
-    when `step` returns true. Functions of `fit` are made anew by themselves. `export` writes a
-    .keras file, or a SavedModel under another name.
+    Pass training inputs to `observe`, or train with `fit` and `callback`. A tf.function traced
+    before an event reads variables that are empty now, and fails: recreate it when `step` returns
+    true. The functions of `fit` are recreated automatically. `export` writes a .keras file, or a
+    SavedModel for a path with another suffix.
     """
 
     _no_batch = "no batch was seen; call observe(inputs) before step()"
     _walk: Walk
 
     def _begin(self) -> None:
-        # Raises for a model without a graph: now, not at the first look, hours later.
+        # Raises for a model without a graph now, not hours later at the first look.
         graph_of(self.model)
 
     def observe(self, inputs: Any) -> None:
-        """Keep what the model is trained on: a tensor, or a list in the order of model.inputs."""
+        """Keep a training input: a tensor, or a list in the order of model.inputs."""
         if self.is_near:
             self._batches.append([tf.convert_to_tensor(x) for x in keras.tree.flatten(inputs)])
 
@@ -179,8 +179,8 @@ class Apoptosis(BaseApoptosis):
         Parameters
         ----------
         inputs
-            Inputs of training, an array [n, ...] or a list of them: `fit` shows a callback none.
-            Each look takes eight batches from them, one after the other.
+            Training inputs, an array [n, ...] or a list of them, as `fit` passes none to a
+            callback. Each look takes the next eight batches from them.
         batch
             Rows of a batch.
         """
@@ -231,7 +231,7 @@ class Apoptosis(BaseApoptosis):
         self, chosen: Sequence[tuple[Group, Choice]], batch: Any
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
         pruner = self._pruner()
-        # Before anything shrinks: they have the shapes of now.
+        # Before anything shrinks: they have the current shapes.
         pruner.take_residuals()
         for group, choice in chosen:
             merge_group(pruner, group, choice)
@@ -242,7 +242,7 @@ class Apoptosis(BaseApoptosis):
         return list(chosen), {}
 
     def _record_anew(self) -> None:
-        """Let `fit`, `evaluate` and `predict` record the model again."""
+        """Make `fit`, `evaluate` and `predict` trace the model again."""
         for kind in ("train", "test", "predict"):
             if getattr(self.model, f"{kind}_function", None) is not None:
                 getattr(self.model, f"make_{kind}_function")(force=True)
@@ -252,12 +252,12 @@ class _Callback(keras.callbacks.Callback):  # type: ignore[misc,unused-ignore]  
     def __init__(self, owner: Apoptosis, inputs: list[Any], batch: int) -> None:
         super().__init__()
         self.owner, self.inputs, self.batch = owner, inputs, batch
-        # Of `inputs`, where the next batch for a look begins.
+        # The row of `inputs` where the next batch for a look begins.
         self.row = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.owner.is_near:
-            # `fit` does not tell which rows it took, so these are some of the same data.
+            # `fit` does not say which rows it used, so these are other rows of the same data.
             rows = np.arange(self.row, self.row + self.batch) % len(self.inputs[0])
             self.row = int(rows[-1]) + 1
             self.owner.observe([np.asarray(value)[rows] for value in self.inputs])

@@ -1,8 +1,8 @@
-"""One group shrinks: kernels, biases, norms, and what the optimizer keeps of each, in one go.
+"""Shrink one group: kernels, biases, norms, and their optimizer state, all at once.
 
-Keras's variable objects stay; what each holds is a new tf.Variable, of the new shape. A function
-that was recorded before still holds the old ones, and would train a model that is not used any
-more. So the old ones are emptied: such a function fails at once.
+Keras's variable objects stay; each gets a new tf.Variable of the new shape. A function traced
+before still holds the old ones, and would train a model that is no longer used. So the old ones are
+emptied, and such a function fails immediately.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from ..groups import Group, Groups, Refusal, Site, Slice, Tag
 from ..merge import Choice, add_up, fold, scales
 
-# Activations that give one number for one number, by the names Keras gives the functions.
+# Elementwise activations, by Keras's function names.
 _FUNCTIONS = frozenset(
     {
         "linear", "relu", "relu6", "leaky_relu", "elu", "selu", "celu", "gelu", "silu", "mish",
@@ -28,7 +28,7 @@ _FUNCTIONS = frozenset(
         "exponential"
     }
 )  # fmt: skip
-# Layers, and calls of keras.ops, that do the same.
+# Elementwise layers and calls of keras.ops.
 _ELEMENTWISE = frozenset(
     {
         "ReLU", "LeakyReLU", "ELU", "Dropout", "Identity", "Relu", "Relu6", "LeakyRelu", "Elu",
@@ -47,9 +47,9 @@ class Walk(Groups):
     def __init__(self, graph: Any) -> None:
         super().__init__()
         self.tags: dict[int, Tag] = {}
-        # Values are known by their ids, which stay theirs as long as they are held here.
+        # Values are identified by id, which stays unique as long as they are held here.
         self.tensors: dict[int, Any] = {}
-        # A layer that is called twice would have to shrink for both of its places.
+        # A layer that is called twice would have to shrink for both calls.
         calls = [id(node.operation) for node in calls_of(graph)]
         self.shared = {call for call in calls if calls.count(call) > 1}
 
@@ -59,34 +59,34 @@ class Walk(Groups):
 
 def graph_of(model: Any) -> Any:
     """Return the recorded calls of a functional or built Sequential model."""
-    # A Sequential model keeps its graph in here.
+    # A Sequential model keeps its graph in this attribute.
     graph = getattr(model, "_functional", model)
     if not hasattr(graph, "_nodes_by_depth"):
         raise ValueError(
             f"Apoptosis: got a {type(model).__name__} without a graph of layers, expected a "
-            "functional model, or a Sequential one that is built. Start it with keras.Input."
+            "functional model, or a built Sequential one. Start it with keras.Input."
         )
     return graph
 
 
 def calls_of(graph: Any) -> list[Any]:
-    """Return the calls of a graph in an order in which they can be run."""
+    """Return the calls of a graph in topological order."""
     # Keras counts depth from the outputs.
     depths = sorted(graph._nodes_by_depth, reverse=True)
     return [node for depth in depths for node in graph._nodes_by_depth[depth] if not node.is_input]
 
 
 def kind_of(operation: Any) -> str:
-    """Return the name of a class of Keras's own; "" for anybody else's, which may do anything."""
+    """Return the class name of Keras's own operations; "" for others, which may do anything."""
     kind = type(operation)
     return kind.__name__ if kind.__module__.startswith("keras.") else ""
 
 
 def find_groups(graph: Any) -> tuple[Walk, list[Group]]:
-    """Return the walk, and all groups of a model, those that cannot shrink included.
+    """Return the walk, and all groups of a model, including those that cannot shrink.
 
-    Keras 3 keeps the calls that made a functional or Sequential model. A walk over them gives each
-    value a tag; what a call does that is not named here is not guessed. Channels are always last.
+    Keras 3 keeps the calls of a functional or Sequential model. A walk over them gives each value a
+    tag; unknown calls are not guessed. Channels are always last.
     """
     walk = Walk(graph)
     for node in calls_of(graph):
@@ -116,7 +116,7 @@ def _two_sided(walk: Walk, node: Any) -> Tag | None:
     tags = [tag for tag in held if tag is not None]
     if not tags:
         return None
-    # Broadcast channels would be one neuron on one side and all on the other.
+    # With broadcasting, one side would have a single channel for all of the other's.
     alike = len({used.shape for used in node.input_tensors}) == 1 and len(tags) == len(held)
     if not alike or not all(map(tags[0].lies_as, tags)):
         raise Refusal(f"{kind_of(node.operation)} with a value of other channels")
@@ -127,7 +127,7 @@ def _pool(walk: Walk, node: Any) -> Tag | None:
     tag = walk.tag(node.input_tensors[0])
     if tag and node.operation.data_format != "channels_last":
         raise Refusal("channels that are not last")
-    # A global pool drops the axes between, and channels stay last.
+    # Global pooling removes the axes between, and channels stay last.
     return Tag(tag.group, len(node.outputs[0].shape) - 1, tag.places) if tag else None
 
 
@@ -138,7 +138,7 @@ def _flatten(walk: Walk, node: Any) -> Tag | None:
     between = node.input_tensors[0].shape[1:-1]
     if None in between or node.operation.data_format != "channels_last":
         raise Refusal("Flatten of an unknown size, or of channels that are not last")
-    # Channels are last, so the places of one channel are as many as positions.
+    # Channels are last, so a channel has as many elements as there are positions.
     return Tag(tag.group, 1, tag.places * math.prod(between))
 
 
@@ -155,13 +155,13 @@ def _batch_norm(walk: Walk, node: Any) -> Tag | None:
 
 
 def _layer(walk: Walk, node: Any) -> Tag | None:
-    """A layer that mixes what it reads and makes channels of its own."""
+    """A layer that mixes its input's channels and produces its own."""
     layer, used = node.operation, node.input_tensors[0]
     convolution = kind_of(layer) != "Dense"
     kernel = f"{layer.name}/kernel"
     bias = f"{layer.name}/bias" if layer.use_bias else None
     last = len(node.outputs[0].shape) - 1
-    # Quantized layers and LoRA have others, which would have to be cut as well.
+    # Quantized layers and LoRA have further variables, which would have to be cut as well.
     plain = {held.name for held in layer.variables} <= {"kernel", "bias"}
     known = getattr(layer.activation, "__name__", "") in _FUNCTIONS
     if convolution:
@@ -198,11 +198,11 @@ _RULES: dict[str, Callable[[Walk, Any], Tag | None]] = {
 
 
 Floats = NDArray[np.float64]
-# Gradients that are still to be applied, while neurons merge.
+# Key of gradients that are still to be applied, while neurons merge.
 _CARRIED: Final = "carried"
-# What Keras's optimizers call the averages of weights that use_ema=True makes.
+# Name in Keras's optimizers of the weight averages of use_ema=True.
 _AVERAGES: Final = "_model_variables_moving_average"
-# What Keras's optimizers call their lists of means (or sums) of gradients, and of their squares.
+# Names in Keras's optimizers of the lists of means (or sums) of gradients, and of their squares.
 _KINDS: Final[dict[str, Literal["mean", "square"]]] = {
     _CARRIED: "mean",
     "momentums": "mean",
@@ -223,15 +223,15 @@ class Pruner:
     def __init__(self, graph: Any, optimizer: Any) -> None:
         operations = [node.operation for node in calls_of(graph)]
         self.layers = {one.name: one for one in operations if hasattr(one, "variables")}
-        # A LossScaleOptimizer leaves all that is kept of variables to the one inside.
+        # A LossScaleOptimizer keeps all state of variables in the optimizer inside.
         self.optimizer = getattr(optimizer, "inner_optimizer", optimizer)
         self._outer = optimizer
         self._carried: dict[str, Any] = {}
 
     def take_residuals(self) -> None:
-        """Take from the optimizer what it has yet to send, to be cut like a mean of gradients.
+        """Take the optimizer's residuals, to be cut like a mean of gradients.
 
-        That of sn_compress has `residuals` and `restart`; others send all they have.
+        The optimizer of sn_compress has `residuals` and `restart`; others have no residuals.
         """
         if hasattr(self.optimizer, "restart"):
             self._carried = {
@@ -240,7 +240,7 @@ class Pruner:
             }
 
     def give_residuals(self) -> None:
-        """Let the optimizer go on with what `take_residuals` took, as it is now."""
+        """Return the residuals of `take_residuals` to the optimizer, in their new shapes."""
         if hasattr(self.optimizer, "restart"):
             left = {path: held.numpy() for path, held in self._carried.items()}
             self.optimizer.restart(left)
@@ -250,8 +250,8 @@ class Pruner:
         return next(held for held in self.layers[layer].variables if held.name == last)
 
     def state(self, variable: Any) -> list[tuple[str, Any]]:
-        """Return (name of the list, variable) of all that the optimizer keeps of a variable."""
-        # What is yet to be sent is cut like all else the optimizer keeps.
+        """Return (name of the list, variable) of a variable's whole optimizer state."""
+        # Residuals are cut like all other optimizer state.
         carried = self._carried.get(variable.path)
         left = [] if carried is None else [(_CARRIED, carried)]
         trained = getattr(self.optimizer, "_trainable_variables", [])
@@ -268,14 +268,14 @@ class Pruner:
     def _own(self, held: Any) -> set[str]:
         """Return the names under which the optimizer has a list of variables of its own."""
         mine = {id(variable) for variable in self.optimizer.variables}
-        # Lists of the same length that hold the model's own variables are no state. Muon's have
-        # None for variables of which it keeps nothing.
+        # Lists of the same length that hold the model's own variables are not state. Muon's lists
+        # have None for variables without state.
         if not all(one is None or id(one) in mine for one in held):
             return set()
         return {name for name, value in vars(self.optimizer).items() if value is held}
 
     def renew(self) -> None:
-        """Let the optimizer find its state by the tensors that variables hold now."""
+        """Make the optimizer find its state by the variables' current tensors."""
         for optimizer in (self.optimizer, self._outer):
             trained = getattr(optimizer, "_trainable_variables", [])
             places = {optimizer._var_key(held): place for place, held in enumerate(trained)}
@@ -284,7 +284,7 @@ class Pruner:
 
 
 def resize(variable: Any, value: Any) -> None:
-    """Let a Keras variable hold a tensor of another shape."""
+    """Give a Keras variable a value of another shape."""
     old = variable.value
     # Private, as Keras has no call that gives a variable another shape.
     variable._shape = tuple(np.shape(value))
@@ -301,7 +301,7 @@ def as_offsets(kernel: Any, width: int) -> Floats:
 
 
 def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
-    """Shrink one group as was chosen."""
+    """Shrink one group as chosen."""
     for place, site in enumerate(group.sites):
         _read_less(pruner, site, choice, place)
     calls: dict[str, list[str]] = {}
@@ -316,7 +316,7 @@ def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
             for key, state in pruner.state(one):
                 if tuple(state.shape) != tuple(one.shape):
                     continue
-                # Copied: a view of what TensorFlow holds is not to be written.
+                # Copied: TensorFlow's own memory must not be written.
                 value = np.moveaxis(state.numpy(), -1, 0).copy()
                 if key in _KINDS:
                     add_up(_KINDS[key], value, merges)
@@ -329,7 +329,7 @@ def _read_less(pruner: Pruner, site: Site, choice: Choice, place: int) -> None:
     bias = None if site.bias is None else pruner.variable(site.bias)
     of_kernel = dict(pruner.state(kernel))
     of_bias = {} if bias is None else dict(pruner.state(bias))
-    # Averages of weights read what weights do; of gradients, those of neurons that are kept.
+    # Averages of weights are folded like weights; of gradients, only kept neurons' stay.
     average = of_kernel.pop(_AVERAGES, None)
     for state in of_kernel.values():
         if tuple(state.shape) == tuple(kernel.shape):
@@ -351,7 +351,7 @@ def _fold(kernel: Any, bias: Any, choice: Choice, place: int) -> None:
 
 
 def update_sizes(walk: Walk, layers: dict[str, Any]) -> None:
-    """Set the sizes that layers and recorded values state to those of the variables."""
+    """Update the sizes stated by layers and recorded values to those of the variables."""
     for layer in layers.values():
         update_layer(layer)
     for key, tag in walk.tags.items():
@@ -361,7 +361,7 @@ def update_sizes(walk: Walk, layers: dict[str, Any]) -> None:
 
 
 def update_layer(layer: Any) -> None:
-    """Set the sizes that one layer states to those of its variables."""
+    """Update the sizes stated by a layer to those of its variables."""
     kernel = next((held for held in layer.variables if held.name == "kernel"), None)
     if kernel is not None and hasattr(layer, "filters"):
         layer.filters, inputs = int(kernel.shape[-1]), int(kernel.shape[-2])
@@ -371,10 +371,10 @@ def update_layer(layer: Any) -> None:
         inputs = int(layer.moving_mean.shape[-1])
     else:
         return
-    # Checked at each call: an input of the new width would be refused.
+    # Keras checks it in each call, and would refuse an input of the new width.
     axes = layer.input_spec.axes
     axes.update(dict.fromkeys(axes, inputs))
-    # Saved with the model, and built from when it is loaded.
+    # Saved with the model; the loaded model is built from it.
     shapes = layer._build_shapes_dict
     for name, shape in (shapes or {}).items():
         shapes[name] = (*shape[:-1], inputs)

@@ -1,6 +1,6 @@
 """Apoptosis for torch: a model and its optimizer shrink together while they train."""
 
-# What is imported below needs the framework: without it, one sentence and no traceback into here.
+# The imports below need torch: without it, the user gets one sentence instead of a traceback.
 # ruff: noqa: E402
 from ...base.errors import need
 

@@ -1,15 +1,15 @@
-"""Which dimensions of which parameters can only shrink together: read from the traced graph.
+"""Which dimensions of which parameters must shrink together, from the traced graph.
 
-`torch.export` writes a model as ATen calls, whatever classes it was made of. A walk over them gives
-each value a tag: the group its channels belong to, the axis they lie on, and how many consecutive
-places one channel has there (a flattened image has height x width of them). Layers that make
-channels start a group, element-wise calls hand it on, sums of two groups make them one, and layers
-that mix channels read it. What a call does that has no rule below is not guessed: the groups it
-touches are left as they are, with the reason.
+`torch.export` represents a model as ATen calls, whatever classes it is made of. A walk over them
+gives each value a tag: the group its channels belong to, their axis, and how many consecutive
+elements one channel has there (height x width in a flattened image). Layers that produce channels
+start a group, elementwise calls pass it on, sums join two groups, and layers that mix channels are
+its readers. Nothing is guessed: groups touched by a call without a rule below are left unchanged,
+with the reason.
 
-Parts of a fused value (queries, keys and values; gates) along the channels have to stay equal, as
-the call that cuts says how many there are, or how wide they are. So the neurons at one place of all
-parts go together. Heads of attention go as a whole.
+Parts of a fused value (queries, keys and values; gates) along the channels have to stay equal,
+because the call that splits it states their number or size. So neurons at the same position of all
+parts are removed together. Attention heads are removed as a whole.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Walk(Groups):
         return self.tags.get(node) if isinstance(node, fx.Node) else None
 
     def coarsen(self, tag: Tag, size: int) -> None:
-        """Make each `size` neurons in a row one, in all values that hold them."""
+        """Make each `size` consecutive neurons one, in all values that hold them."""
         super().coarsen(tag, size)
         for node, other in self._holders(tag):
             self.tags[node] = replace(other, places=size * other.places)
 
     def cut(self, tag: Tag, parts: int) -> None:
-        """Make neurons at the same place of equal parts one; nothing else may read them whole."""
-        # An op that reads all parts together would need them side by side as before.
+        """Make neurons at the same position of equal parts one; nothing may read the whole."""
+        # An op that reads all parts together would need them contiguous as before.
         indivisible = any(len(node.users) != 1 for node, _ in self._holders(tag))
         if indivisible or self.group(tag).width % parts:
             raise Refusal("channels that are cut into parts are read whole, too")
@@ -74,13 +74,13 @@ def shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(int(size) for size in node.meta["val"].shape)
 
 
-# By these names modules know their number of heads, and that of all channels of all heads.
+# Attributes in which modules keep their number of heads, and the number of channels of all heads.
 _COUNTS = frozenset({"heads", "num_heads", "n_heads", "n_head", "nhead", "num_attention_heads"})
 _CHANNELS = frozenset({"inner_dim", "all_head_size", "attention_dim", "attn_dim"})
 
 
 def counts_in(model: torch.nn.Module) -> dict[str, int]:
-    """Return the numbers of heads, and of their channels, that modules say they have."""
+    """Return the numbers of heads, and of their channels, stated by modules' attributes."""
     return {
         f"{path}.{name}".removeprefix("."): value
         for path, module in model.named_modules()
@@ -90,9 +90,9 @@ def counts_in(model: torch.nn.Module) -> dict[str, int]:
 
 
 def counts_of(model: torch.nn.Module, group: Group) -> Iterator[tuple[str, str, int]]:
-    """Yield (module, attribute, channels for each) where a number follows that of a group's heads.
+    """Yield (module, attribute, channels for each) for attributes that count a group's heads.
 
-    Looked for in the modules that own the layers which make the heads.
+    Searched in the modules that own the layers that produce the heads.
     """
     # From the weight to its layer, and from that to the module which has the layer.
     owners = {piece.name.rpartition(".")[0].rpartition(".")[0] for piece in group.slices}
@@ -105,7 +105,7 @@ def counts_of(model: torch.nn.Module, group: Group) -> Iterator[tuple[str, str, 
 
 
 def is_one_for_all(value: fx.Node, tag: Tag, other: fx.Node) -> bool:
-    """Say whether a value is the same number for every channel that `value` has."""
+    """Whether `other` has the same number for every channel of `value`."""
     rank, size = len(shape(value)), shape(other)
     # Axes are counted from the back where shapes are broadcast.
     axis = tag.axis - rank + len(size)
@@ -149,7 +149,7 @@ Rule = Callable[[Walk, fx.Node], Tag | None]
 
 
 def of_channels(rule: Callable[[Walk, fx.Node, Tag], Tag | None]) -> Rule:
-    """Return a rule for calls that are of interest where their first argument holds channels."""
+    """Return a rule for calls that matter only if their first argument holds channels."""
 
     def applied(walk: Walk, node: fx.Node) -> Tag | None:
         tag = walk.tag(node.args[0])
@@ -178,7 +178,7 @@ def _masked(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
 
 @of_channels
 def _split(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
-    """Equal parts along one axis; the value is a list of them, and the tag holds for each."""
+    """Equal parts along one axis; the value is a list of them, and the tag applies to each."""
     axis = _axis(node, 2, 0)
     sizes = {int(part.shape[axis]) for part in node.meta["val"]}
     if axis == tag.axis:
@@ -198,7 +198,7 @@ def _glu(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
 
 @of_channels
 def _without(walk: Walk, node: fx.Node, tag: Tag) -> Tag:
-    """One place on an axis, or a list of all: the axis itself is gone."""
+    """One position on an axis, or a list of all: the axis itself is removed."""
     axis = _axis(node, 1, 0)
     if axis == tag.axis:
         raise Refusal(f"{node.name} takes the channels apart")
@@ -238,7 +238,7 @@ def _name(node: fx.Node) -> str:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         name = str(target._schema.name).rpartition("::")[2]
-        # In place or not is the same to channels.
+        # In place or not makes no difference for channels.
         return name.removesuffix("_")
     return str(getattr(target, "__name__", target))
 
@@ -369,19 +369,19 @@ def _convolution(walk: Walk, node: fx.Node) -> Tag | None:
 
 
 def _layer(walk: Walk, node: fx.Node, *, axis: int, padded: bool) -> Tag | None:
-    """A layer that mixes what it reads on `axis` and makes channels of its own there."""
+    """A layer that mixes the channels on `axis` and produces its own there."""
     arguments: Any = node.args
     weight = walk.parameter(arguments[1])
     has_bias = len(arguments) > 2 and arguments[2] is not None
     bias = walk.parameter(arguments[2]) if has_bias else None
     if weight is None or (has_bias and bias is None):
         held = walk.names.get(arguments[1].name, node.name)
-        # A group all the same, so that the answer names it.
+        # Added nevertheless, so that the report names it.
         reason = "its weight or bias is shared, or computed from others"
         walk.add(Group(shape(node)[axis], makers=[held], reason=reason))
         raise Refusal(f"{_name(node)} with a shared or computed parameter")
     if tag := walk.tag(arguments[0]):
-        # Only a linear layer reads channels that lie flat with their places.
+        # Only a linear layer reads flattened channels.
         flat = tag.places != 1 and _name(node) != "linear"
         if tag.axis != axis or flat:
             raise Refusal(f"{_name(node)} along another axis than the channels'")
@@ -414,12 +414,12 @@ _RULES: dict[str, Rule] = {
 
 
 def _reads(sizes: tuple[int, ...]) -> int:
-    """Return how many channels a parameter of this shape is for, if it is one that reads any."""
+    """Return how many channels a parameter of this shape reads; 0 if none."""
     return sizes[1] if len(sizes) > 1 else sum(sizes)
 
 
 def find_groups(program: Any, model: torch.nn.Module) -> list[Group]:
-    """Return all groups of a traced model, those that cannot shrink included."""
+    """Return all groups of a traced model, including those that cannot shrink."""
     walk = Walk(program)
     for node in program.graph.nodes:
         if node.op == "call_function":

@@ -1,4 +1,4 @@
-"""`Apoptosis`: measure the model every so often, merge what may go, report what was done."""
+"""`Apoptosis` for torch: measure the model periodically, merge neurons, report the merges."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .surgery import CARRIED, Pruner, as_offsets, merge_group, reshape, shapes_o
 
 
 class _Run(fx.Interpreter):  # type: ignore[misc,unused-ignore]  # torch is Any to the checker
-    """Runs the traced calls once more, without dropout, and notes what sites read and put out."""
+    """Runs the traced calls again, without dropout, and records inputs and outputs of sites."""
 
     def __init__(
         self, graph: fx.GraphModule, sites: dict[str, tuple[Site, Seen]], share: int
@@ -104,13 +104,13 @@ def measure(
     batches: Sequence[Any],
     samples: int,
 ) -> list[list[Seen]]:
-    """Return what each reader of each group saw in batches of (args, kwargs).
+    """Return statistics of each reader of each group in batches of (args, kwargs).
 
-    The traced graph is run once more on them, without gradients. Dropout is left out, so that
-    chance is not taken for a difference, and running statistics are copies, so that nothing of the
-    model changes.
+    The traced graph is run again on them, without gradients. Dropout is left out, so that
+    randomness is not taken for a difference, and running statistics are copies, so that the model
+    does not change.
 
-    About `samples` outputs of each reader are kept in all.
+    About `samples` outputs of each reader are kept in total.
     """
     device = next(model.parameters()).device
 
@@ -122,7 +122,7 @@ def measure(
     signature = program.graph_signature
     state = dict(model.named_parameters(remove_duplicate=False))
     state |= dict(model.named_buffers(remove_duplicate=False))
-    # What the program takes in front of the user's inputs, which have no target.
+    # The program takes these before the user's inputs, which have no target.
     targets = [spec.target for spec in signature.input_specs if spec.target is not None]
     share = math.ceil(samples / len(batches))
     with torch.no_grad():
@@ -141,7 +141,7 @@ def measure(
 
 
 def check_plain(model: nn.Module, optimizer: Any) -> None:
-    """Raise ValueError for what keeps tables of parameters that will be replaced."""
+    """Raise ValueError for wrappers that keep references to parameters that will be replaced."""
     wrapped = isinstance(model, nn.parallel.DistributedDataParallel) or hasattr(model, "_orig_mod")
     if wrapped:
         raise ValueError(
@@ -173,9 +173,9 @@ def rebuild(model: nn.Module, path: str | os.PathLike[str]) -> nn.Module:
     Parameters
     ----------
     model
-        Made as it was before training, at full width; changed in place.
+        Constructed as before training, at full width; changed in place.
     path
-        The file of the state_dict, next to which its JSON lies.
+        The file of the state_dict, with its JSON next to it.
 
     Returns
     -------
@@ -225,7 +225,7 @@ def ranks_now() -> Ranks:
 
 
 class Apoptosis(BaseApoptosis):
-    """Merges neurons of a model while it trains, with all that its optimizer knows of them.
+    """Merges neurons of a model while it trains, together with their optimizer state.
 
     The model is the plain one: not wrapped by DistributedDataParallel, torch.compile or a memory
     plan; wrap it again after each event that changed it. The optimizer is a torch.optim.Optimizer
@@ -234,35 +234,35 @@ class Apoptosis(BaseApoptosis):
 
     Notes
     -----
-    The last eight batches that the model was trained on are kept, and decide. After an event that
-    merged, all parameters of the optimizer are new objects. Gradients are merged as momentum is, so
+    Decisions are based on the last eight training batches, which are kept. After an event that
+    merged, all parameters of the optimizer are new objects. Gradients are merged like momentum, so
     `step` may be called between the micro-batches of a step.
 
-    `carry` may be set to a function that returns tensors like parameters, by their names: gradients
-    that have not been applied yet, such as what a compressor has still to send. It is called when
-    neurons are about to merge, and what it returned is added to the gradients.
+    `carry` may be set to a function that returns tensors shaped like parameters, by their names:
+    gradients that have not been applied yet, such as the residuals of a compressor. It is called
+    before neurons merge, and its results are added to the gradients.
     """
 
-    _no_batch = "no batch was seen; call step() after training steps of this very model"
+    _no_batch = "no batch was seen; call step() after training steps of this model"
 
     def _begin(self) -> None:
         check_plain(self.model, self.optimizer)
         self._refused: dict[str, str] = {}
         self._traced: tuple[Any, Any] | None = None
         self.carry: Callable[[], Mapping[str, torch.Tensor]] | None = None
-        # Whether parameters were replaced, and no training step has shown yet who calls the model.
+        # Whether parameters were replaced and no training step has run since.
         self._replaced = False
         self._hook = self.model.register_forward_pre_hook(_keeper(self), with_kwargs=True)
-        # The first trace imports the tracer, whose seconds are not to count as those of a look.
+        # The first trace imports the tracer; its time must not count as that of a look.
         torch.export.export(nn.Identity(), (torch.zeros(1),))
 
     def observe(self, *args: Any, **kwargs: Any) -> None:
-        """Keep what the model is called with; only needed where torch.compile calls it."""
+        """Keep a batch that the model is called with; only needed under torch.compile."""
         batch = tree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
         self._batches.append(batch)
 
     def close(self) -> None:
-        """Stop keeping batches; `step` cannot look at anything any more."""
+        """Stop keeping batches; `step` can no longer look."""
         self._hook.remove()
         self._batches.clear()
 
@@ -276,11 +276,11 @@ class Apoptosis(BaseApoptosis):
         return {**super().state_dict(), "shapes": shapes, "counts": counts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken: the model gets the shapes that it had there.
+        """Continue from where `state_dict` was taken: the model gets the shapes it had then.
 
-        Load the model's state and the optimizer's after this: where a shape was another one,
-        parameters are new and hold nothing. So a checkpoint of before an event can be loaded after
-        it, and one of after it into the wide model of a rank that joins late.
+        Load the model's state and the optimizer's afterwards: parameters whose shape changed are
+        new and uninitialized. So a checkpoint from before an event can be loaded after it, and one
+        from after it into the wide model of a rank that joins late.
         """
         reshape(self.model, state["shapes"], state["counts"], self.optimizer)
         self._replaced = True
@@ -306,7 +306,7 @@ class Apoptosis(BaseApoptosis):
             if group.name in self._refused:
                 group.refuse(self._refused[group.name])
             for name in group.parameters:
-                # Another optimizer would go on with the old one, and nothing would train the new.
+                # Another optimizer would keep the old parameter, and nothing would train the new.
                 value = pruner.value(name)
                 if value.requires_grad and not pruner.trains(value):
                     group.refuse(f"{name} requires gradients, and is not in the optimizer")
@@ -337,7 +337,7 @@ class Apoptosis(BaseApoptosis):
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
         state = self.optimizer.state
         carried = self.carry() if self.carry is not None else {}
-        # In the optimizer's state they are cut and added up as a mean of gradients is.
+        # As entries of the optimizer's state they are merged like a mean of gradients.
         for name, parameter in self.model.named_parameters():
             left = parameter.grad
             if name in carried:
@@ -355,7 +355,7 @@ class Apoptosis(BaseApoptosis):
                 continue
             left = state[parameter].pop(CARRIED, None)
             parameter.grad = left if done else parameter.grad
-            # Of an optimizer that keeps nothing, gradients made the entry.
+            # For an optimizer without state, only the gradient created the entry.
             if not state[parameter]:
                 del state[parameter]
         return done, undone
@@ -363,7 +363,7 @@ class Apoptosis(BaseApoptosis):
     def _shrink(
         self, chosen: Sequence[tuple[Group, Choice]], batch: Any
     ) -> tuple[list[tuple[Group, Choice]], dict[str, str]]:
-        """Shrink groups; where the model cannot run then, undo, and try them one by one."""
+        """Shrink groups; if the model cannot run then, undo, and try them one by one."""
         pruner = Pruner(self.model, self.optimizer)
         undo = pruner.undo()
         for group, choice in chosen:
@@ -373,14 +373,14 @@ class Apoptosis(BaseApoptosis):
         if not failure:
             return list(chosen), {}
         undo()
-        # The trace that was kept is of the smaller model.
+        # The kept trace is of the smaller model.
         self._traced = None
         if len(chosen) == 1:
-            # A width is written in the model's own code, in a view() for example.
+            # A width is hard-coded in the model, in a view() for example.
             return [], {chosen[0][0].name: f"with fewer the model cannot run: {failure}"}
         done: list[tuple[Group, Choice]] = []
         undone: dict[str, str] = {}
-        # Which of them it was is not known: each alone.
+        # It is unknown which one failed, so try each alone.
         for one in chosen:
             fine, bad = self._shrink([one], batch)
             done += fine
@@ -388,7 +388,7 @@ class Apoptosis(BaseApoptosis):
         return done, undone
 
     def _misread(self, program: Any, done: Sequence[tuple[Group, Choice]]) -> str:
-        """Say where a model runs, but takes fewer channels for as many smaller heads."""
+        """Return why a model misreads its channels: as many heads as before, but smaller ones."""
         now = {group.name: group for group in find_groups(program, self.model)}
         for group, choice in done:
             current = now.get(group.name)
@@ -419,24 +419,24 @@ class Apoptosis(BaseApoptosis):
 
 
 def _check_wrapper() -> None:
-    """Raise where DistributedDataParallel calls the model, and exchanges gradients of old ones."""
+    """Raise if an old DistributedDataParallel calls the model: it misses the new parameters."""
     wrapper = nn.parallel.DistributedDataParallel._get_active_ddp_module()
     now = set() if wrapper is None else set(wrapper.module.parameters())
     if wrapper is not None and not now.issuperset(wrapper._module_parameters):
         raise RuntimeError(
             "Apoptosis: the model is called by a DistributedDataParallel that was made before "
-            "neurons merged, or a state was loaded. Its parameters are new ones since, whose "
-            "gradients that wrapper does not exchange. Wrap the model again when step() returns "
-            "true: model = DistributedDataParallel(model.module)."
+            "neurons merged, or before a state was loaded. Since then its parameters are new "
+            "objects, whose gradients that wrapper does not exchange. Wrap the model again when "
+            "step() returns true: model = DistributedDataParallel(model.module)."
         )
 
 
 def _keeper(owner: Apoptosis) -> Any:
-    """Return the hook: a function, as copies of the model must not copy what watches it."""
+    """Return the hook as a function: copies of the model must not copy the `Apoptosis`."""
     watching = weakref.ref(owner)
 
     def keep(module: nn.Module, args: Any, kwargs: Any) -> None:
-        # What torch.compile or torch.export records is no batch of data.
+        # Calls recorded by torch.compile or torch.export have no real batch.
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return
         watcher = watching()
@@ -447,7 +447,7 @@ def _keeper(owner: Apoptosis) -> Any:
             watcher._replaced = False
         if not watcher.is_near:
             return
-        # Nor is one what sn_memory.torch estimates or plans with.
+        # Neither have those by which sn_memory.torch estimates or plans.
         if any(isinstance(leaf, FakeTensor) for leaf in tree.tree_leaves((args, kwargs))):
             return
         if module.training and torch.is_grad_enabled():

@@ -1,8 +1,8 @@
-"""One group shrinks: weights, biases, norms, and what the optimizer keeps of each, in one go.
+"""Shrink one group: weights, biases, norms, and their optimizer state, all at once.
 
-New tensors are new Parameters, in the same places of the modules and of the optimizer's groups. A
-Parameter whose data changes shape would keep the autograd node of its old one, and the backward of
-the next step would raise wherever the last loss is still held.
+New tensors are new Parameters, at the same places in modules and in the optimizer's groups. A
+Parameter whose data changes shape would keep its old autograd node, and the next backward pass
+would raise if the last loss is still held.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..merge import Choice, Scale, add_up, fold, scales
 from ..pace import unknown_state
 from .groups import counts_of
 
-# Where gradients that are still to be applied lie while neurons merge.
+# Key of gradients that are still to be applied, while neurons merge.
 CARRIED: Final = "sn_memory.carried"
 _KINDS: Final[Mapping[str, Literal["mean", "square"]]] = {
     CARRIED: "mean",
@@ -45,7 +45,7 @@ class Pruner:
         return tensor
 
     def undo(self) -> Callable[[], None]:
-        """Return what gives back all that is there now: tensors, sizes, the optimizer's state."""
+        """Return a function that restores the current tensors, sizes and optimizer state."""
         modules = [
             (module, vars(module).copy(), module._parameters.copy(), module._buffers.copy())
             for module in self.model.modules()
@@ -66,7 +66,7 @@ class Pruner:
         return give_back
 
     def replace(self, name: str, value: torch.Tensor, state: dict[str, Any]) -> None:
-        """Put a new tensor, and new optimizer state, where those of `name` are."""
+        """Replace the tensor and the optimizer state of `name`."""
         owner, _, last = name.rpartition(".")
         module, old = self.model.get_submodule(owner), self.value(name)
         if not isinstance(old, nn.Parameter):
@@ -78,24 +78,24 @@ class Pruner:
             # Keyed by the parameter object: state under the old one would be lost to the optimizer.
             if self.optimizer.state.pop(old, None) is not None:
                 self.optimizer.state[new] = state
-        # The attributes in which a module states its size.
+        # Update the attributes that state a module's size.
         for attribute, size in sizes(module).items():
             setattr(module, attribute, size)
 
     def trains(self, parameter: torch.Tensor) -> bool:
-        """Say whether the optimizer has a parameter."""
+        """Whether the optimizer has a parameter."""
         groups = self.optimizer.param_groups
         return any(held is parameter for group in groups for held in group["params"])
 
     def renew(self) -> None:
-        """Make every parameter of the optimizer a new object that shares the old one's memory.
+        """Replace every parameter of the optimizer by a new object that shares its memory.
 
-        Hooks of old wrappers stay on old parameters: Horovod's cannot be taken off, and would send
-        the gradient of a parameter that did not shrink a second time.
+        Hooks of old wrappers stay on the old parameters: Horovod's cannot be removed, and would
+        send the gradient of a parameter that did not shrink a second time.
         """
         for old in list(self.model.parameters()):
-            # A subclass may hold what a plain one would lose; groups with one are refused. What
-            # this optimizer does not have may be in another one.
+            # A subclass may have data that a plain parameter would lose; groups with one are
+            # refused. A parameter that this optimizer does not have may be in another one.
             if type(old) is not nn.Parameter or not self.trains(old):
                 continue
             # Views share memory, so nothing is copied.
@@ -115,7 +115,7 @@ class Pruner:
 
 
 def sizes(module: nn.Module) -> dict[str, int]:
-    """Return the attributes in which torch's own layers repeat the shape of their weights."""
+    """Return the attributes of torch's layers that repeat the shape of their weights."""
     if isinstance(module, nn.Linear):
         return {"out_features": module.weight.shape[0], "in_features": module.weight.shape[1]}
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -130,7 +130,7 @@ def sizes(module: nn.Module) -> dict[str, int]:
 
 
 def shapes_of(model: nn.Module) -> dict[str, list[int]]:
-    """Return the shapes of all parameters and buffers that are saved."""
+    """Return the shapes of all parameters and persistent buffers."""
     return {name: list(value.shape) for name, value in model.state_dict().items()}
 
 
@@ -140,10 +140,10 @@ def reshape(
     counts: dict[str, int],
     optimizer: Any = None,
 ) -> None:
-    """Give a model tensors of these shapes, with nothing in them where the shape is another one.
+    """Give a model tensors of these shapes; those whose shape changes are uninitialized.
 
-    `counts` are numbers of heads, by the attributes that say them.
-    The optimizer, if one is given, takes the new parameters and forgets what it knew of the old.
+    `counts` are numbers of heads, by the attributes that state them.
+    The optimizer, if given, gets the new parameters and drops the state of the old ones.
     """
     here = model.state_dict(keep_vars=True)
     if set(here) != set(shapes):
@@ -152,12 +152,12 @@ def reshape(
             f"{odd!r} is only in one of the model and its saved state; expected the same names. "
             "Make the model with the code that was trained."
         )
-    # `Pruner` needs an optimizer; this one knows none of the parameters.
+    # `Pruner` needs an optimizer; this one has none of the parameters.
     pruner = Pruner(model, torch.optim.SGD([torch.zeros(1)]) if optimizer is None else optimizer)
     for name, shape in shapes.items():
         if list(here[name].shape) != list(shape):
             new, state = here[name].detach().new_empty(shape), pruner.state(name)
-            # Of another shape it is of before; of this one, the optimizer's was loaded first.
+            # State of another shape is from before; with this shape, it was already loaded.
             states = [(key, held.shape) for key, held in state.items() if torch.is_tensor(held)]
             pruner.replace(name, new, {} if unknown_state(new.shape, states) else state)
     for name, value in counts.items():
@@ -168,12 +168,12 @@ def reshape(
 
 
 def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
-    """Shrink one group as was chosen."""
-    kept = torch.as_tensor(choice.kept, device="cpu")  # whatever the default is
+    """Shrink one group as chosen."""
+    kept = torch.as_tensor(choice.kept, device="cpu")  # whatever the default device is
     for place, site in enumerate(group.sites):
         _read_less(pruner, site, choice, place, kept)
     calls: dict[tuple[str, int], list[Slice]] = {}
-    # The last rows first, so that the others of the same parameter stay where they are.
+    # The last rows first, so that the indices of the other rows stay valid.
     for piece in sorted(group.slices, key=lambda piece: -piece.start):
         calls.setdefault((piece.call, piece.start), []).append(piece)
     for pieces in calls.values():
@@ -183,7 +183,7 @@ def merge_group(pruner: Pruner, group: Group, choice: Choice) -> None:
 
 
 def _make_less(pruner: Pruner, pieces: list[Slice], choice: Choice, kept: torch.Tensor) -> None:
-    """Shrink what one call makes of a group: weight and bias, or all that a norm has."""
+    """Shrink the parameters of one call that produce a group: weight and bias, or a norm's."""
     width = choice.width
     held = [pruner.value(piece.name) for piece in pieces]
     spans = [slice(piece.start, piece.start + width * piece.places) for piece in pieces]
@@ -207,7 +207,7 @@ def _make_less(pruner: Pruner, pieces: list[Slice], choice: Choice, kept: torch.
 
 
 def _rows(kept: torch.Tensor, places: int) -> torch.Tensor:
-    """Return the rows of neurons that have several in a row."""
+    """Return the rows of neurons that have several consecutive rows each."""
     return (torch.arange(places, device=kept.device) + kept[:, None] * places).reshape(-1)
 
 
@@ -219,10 +219,10 @@ def _incoming(trained: list[torch.Tensor], width: int) -> NDArray[np.float64]:
 def _remembered(
     key: str, held: torch.Tensor, merges: list[Scale], width: int, span: slice
 ) -> torch.Tensor:
-    """Return what the survivors remember; state of other names is left to them alone."""
+    """Return the survivors' optimizer state; only known kinds of state are merged."""
     if key not in _KINDS:
         return held
-    # Not in place: `undo` gives the old state back.
+    # Not in place: `undo` restores the old state.
     held = held.clone()
     add_up(_KINDS[key], held[span].view(width, -1), merges)
     return held
@@ -241,7 +241,7 @@ def _read_less(pruner: Pruner, site: Site, choice: Choice, place: int, kept: tor
     bias = None if site.bias is None else pruner.value(site.bias)
     plain = None if bias is None else bias.detach().double().cpu().numpy()
     folded, moved = fold(as_offsets(weight, site), plain, choice, place)
-    # A flattened channel is read at all of its places.
+    # A flattened channel is read at all of its positions.
     inputs = _rows(kept, site.places)
     shape = (len(weight), len(inputs), *weight.shape[2:])
     # Horovod sends no gradient of a parameter that is not contiguous.

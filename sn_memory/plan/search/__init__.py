@@ -1,1 +1,1 @@
-"""The planner of our own: choices that are found, mended and improved."""
+"""Our own planner: find choices, repair them to fit the budget, and improve them."""

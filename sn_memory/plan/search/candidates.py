@@ -1,7 +1,7 @@
-"""What the search has found for a graph: choices that can be carried out, and their schedules.
+"""Candidates that the search has found for a graph: feasible choices, and their schedules.
 
-All of them stay. A front over many budgets is monotone by construction when each budget takes the
-fastest of all candidates within it, whatever budget they were found for.
+All of them are kept. A front over many budgets is monotone by construction, because each budget
+takes the fastest of all candidates within it, whatever budget they were found for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ...cost.offload import BOTH, Impossible, Schedule, equip, host_peak_bytes, 
 from ...graph.liveness import KEEP, Holes
 from ..simulate import compiled, simulate, simulate_moved
 
-# Graphs of up to this many ops are simulated for every decision that `trim` might take back.
+# Graphs of up to this many ops are simulated for every decision that `trim` may undo.
 TRY_ALL = 6000
 
 
@@ -30,8 +30,8 @@ def fit(
 ) -> tuple[list[int], Schedule] | None:
     """Drop storages until the true peak is within the budget.
 
-    `factors`, one per hole, are multiplied to the prices: other factors, another order.
-    Returns the choice and its schedule, or None if there is nothing left to drop or no time.
+    `factors`, one per hole, multiply the prices, which changes the order.
+    Returns the choice and its schedule, or None if nothing is left to drop or time is up.
     """
     until = late_or_units(deadline)
     fitted = compiled(holes).fit(choice, budget_bytes, until, moves, rounds, factors)
@@ -46,9 +46,9 @@ def trim(
     deadline: float,
     moves: dict[int, tuple[int, int]] | None = None,
 ) -> tuple[list[int], Schedule]:
-    """Take decisions back, dearest first, where the budget allows and seconds are saved."""
-    # Only what fits into the room left at every op of the hole: trimming is ten times cheaper, but
-    # misses cases where fewer rebuilds make the room (1.7 points on ResNet-50, decision 75).
+    """Undo decisions, the most expensive first, where the budget allows and seconds are saved."""
+    # On larger graphs, only try storages that fit at every op of the hole: ten times cheaper, but
+    # misses cases where fewer rebuilds make room (1.7 points on ResNet-50, decision 75).
     filtered = len(holes.graph.ops) > TRY_ALL
     order = _dearest(holes, choice)
     until = late_or_units(deadline)
@@ -57,7 +57,7 @@ def trim(
 
 
 def _dearest(holes: Holes, choice: Sequence[int]) -> list[int]:
-    """Return the holes dropped before a later use, dearest per byte first."""
+    """Return the holes dropped before a later use, the most expensive per byte first."""
     inner = [
         hole
         for hole, held in enumerate(choice)
@@ -73,13 +73,13 @@ def _dearest(holes: Holes, choice: Sequence[int]) -> list[int]:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A choice with moved holes, carried out.
+    """A choice with moved holes, simulated.
 
     choice : see `simulate`
     moved : the holes that are spent on the host, each with the copies that ops wait for: see
         `windows`.
-    schedule, seconds : what it leads to
-    origin : by which way it was found
+    schedule, seconds : the result
+    origin : how it was found
     """
 
     choice: list[int] = field(repr=False)
@@ -96,7 +96,7 @@ class Candidate:
 def finished(
     shape: Holes, choice: Sequence[int], schedule: Schedule, moved: Mapping[int, int]
 ) -> Candidate | None:
-    """Return the candidate of a schedule; None where the host is too small for it."""
+    """Return the candidate of a schedule; None if the host is too small for it."""
     pinned = shape.graph.device.pinned_bytes
     if pinned is not None and host_peak_bytes(shape, schedule) > pinned:
         return None
@@ -104,7 +104,7 @@ def finished(
 
 
 def carried(shape: Holes, choice: Sequence[int], moved: Mapping[int, int]) -> Candidate | None:
-    """Carry out a choice with moved holes; None if it is impossible, or the host too small."""
+    """Simulate a choice with moved holes; None if it is impossible, or the host too small."""
     try:
         schedule, _ = simulate_moved(shape, choice, moved)
     except Impossible:
@@ -113,20 +113,20 @@ def carried(shape: Holes, choice: Sequence[int], moved: Mapping[int, int]) -> Ca
 
 
 def all_moved(shape: Holes) -> Candidate | None:
-    """Return what holds least on the device without rebuilds: all is moved between its uses."""
+    """Return the smallest candidate without rebuilds: everything is moved between its uses."""
     leaves = [hole for hole in range(shape.count) if shape.may_leave(hole)]
     return carried(shape, shape.natural(), dict.fromkeys(leaves, BOTH))
 
 
 class Archive:
-    """Candidates for one graph; the first is the graph as it stands."""
+    """Candidates for one graph; the first is the graph without a plan."""
 
     def __init__(self, shape: Holes) -> None:
         self.shape = shape
         self.items: list[Candidate] = []
         self.with_ways: dict[tuple[int, int], Candidate] = {}
         self.choosy = any(len(ways) > 1 for ways in shape.graph.arrays.seconds)
-        # Never moved and so never refused: there is a first candidate for any graph.
+        # Nothing is moved, so it is never refused: any graph has a first candidate.
         natural = shape.natural()
         self.add(natural, simulate(shape, natural), "keep")
 
@@ -137,7 +137,7 @@ class Archive:
         origin: str,
         moved: Mapping[int, int] | None = None,
     ) -> None:
-        """Put a candidate in, unless it breaks the host's limit."""
+        """Add a candidate, unless it exceeds the host's limit."""
         candidate = finished(self.shape, choice, schedule, moved or {})
         if candidate is not None:
             self.items.append(replace(candidate, origin=origin))
@@ -145,11 +145,11 @@ class Archive:
     def best(self, budget_bytes: int) -> Candidate | None:
         """Return the fastest candidate within a budget; among equals the smallest peak.
 
-        Where ops can be carried out in several ways, each candidate uses what it leaves free.
+        Where ops have several ways, each candidate uses its free memory for faster ones.
         """
-        # Holes are priced at the smallest workspaces, so that no candidate is missed here.
+        # Holes are priced with the smallest workspaces, so that no candidate is missed here.
         within = [item for item in self.items if item.peak_bytes <= budget_bytes]
-        # Which one is fastest depends on the ways that each leaves room for.
+        # Which one is fastest depends on the ways that each has room for.
         if self.choosy:
             within = [self.equipped(item, budget_bytes) for item in within]
         return min(within, key=lambda item: (item.seconds, item.peak_bytes), default=None)
@@ -159,13 +159,13 @@ class Archive:
         return min(self.items, key=lambda item: (item.peak_bytes, item.seconds))
 
     def start(self, budget_bytes: int) -> Candidate:
-        """Return what to improve for a budget: the fastest within it, else the smallest peak."""
+        """Return the candidate to improve: the fastest within the budget, else the smallest."""
         within = [item for item in self.items if item.peak_bytes <= budget_bytes]
         return min(within, key=lambda item: item.seconds, default=self.smallest())
 
     def equipped(self, item: Candidate, budget_bytes: int) -> Candidate:
-        """Return a candidate with the fastest way for each op that the budget leaves room for."""
-        # By id, which is unique as long as all candidates stay: those in the archive do.
+        """Return a candidate with the fastest way for each op that fits the budget."""
+        # By id, which is unique as the archive keeps all candidates.
         key = (id(item), budget_bytes)
         if key not in self.with_ways:
             schedule = equip(self.shape, item.schedule, budget_bytes)

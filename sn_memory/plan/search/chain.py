@@ -1,24 +1,24 @@
-"""A training graph as a chain of blocks, and checkpoints of the chain at several levels.
+"""A training graph as a chain of blocks, with multi-level checkpoints.
 
-Rotor (Beaumont et al., 2019) cuts a network where one tensor is all that goes on. We do the same,
-and allow more than one storage to cross a cut, so that skips over many blocks (U-Net) make wider
-cuts instead of one huge block. A block is its forward ops and its backward ops; it keeps all that
-its backward ops read, or nothing but what later blocks read. What of a block pays to be kept is
-found afterwards, on the graph itself (`fit`, `trim`).
+Rotor (Beaumont et al., 2019) cuts a network where a single tensor crosses. We do the same, but
+allow several storages to cross a cut, so that skips over many blocks (U-Net) make wider cuts
+instead of one huge block. A block has forward ops and backward ops; it keeps everything that its
+backward ops read, or only what later blocks read. Which parts of a block are worth keeping is
+decided afterwards, on the graph itself (`fit`, `trim`).
 
-E(i, j)[m] is the fewest extra seconds to carry blocks i to j out, forward and backward, within m
-bytes above what is held before block i:
+E(i, j)[m] is the fewest extra seconds to run blocks i to j, forward and backward, within m bytes
+above what is held before block i:
 
-    keep block i, or make it again, and go on with i + 1 to j in what its held bytes leave, or
+    keep block i, or rebuild it, and continue with i + 1 to j in the bytes that remain, or
     run i to k - 1 forward holding nothing, do k to j, then i to k - 1 from the start again.
 
 This is rotor's recursion. Bytes are counted in units, held and peak rounded up, so that what fits
 in units fits in bytes. One table serves all budgets. Stretches of equal blocks that are crossed by
-as many bytes share one entry: a loop of a thousand equal calls has as many entries as it has
-lengths, not their square.
+equally many bytes share one entry: a loop of a thousand equal calls has one entry per length, not
+the square of that.
 
-A solution is written down as a choice per hole: what the second line holds at an inner level is
-held only from the moment that level begins.
+A solution is converted to a choice per hole: what the second line holds at an inner level is held
+only from the moment when that level begins.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from ...graph.graph import Floats
 from ...graph.liveness import KEEP, Holes
 
 UNITS = 400
-# The table has an entry for each stretch of blocks, so the square of their number.
+# The table has an entry for each stretch of blocks, so its size is quadratic in their number.
 MOST_BLOCKS = 100
-# Units of work to look at one way over all budgets.
+# Units of work per way evaluated over all budgets.
 WAY = 60
 
 
 class Option(NamedTuple):
-    """One way to carry a block out.
+    """One way to run a block.
 
-    kept : whether its backward ops find what its forward ops have made
-    held_bytes : held from its forward to its backward, what crosses into the next block included
-    peak_bytes : the most in its own forward or backward, above what earlier blocks hold
+    kept : whether the results of its forward ops are kept for its backward ops
+    held_bytes : held from its forward to its backward, including what crosses into the next block
+    peak_bytes : the peak of its own forward or backward, above what earlier blocks hold
     extra_s : seconds of rebuilds
     """
 
@@ -64,8 +64,8 @@ class Block:
     turn : the first of its backward ops
     created : storages that its forward ops make
     crossing : storages of earlier ops that forward ops from `first` on read
-    forward_s, forward_peak_bytes : its forward ops run once more, holding nothing but what crosses
-    options : kept, and made again where that holds less
+    forward_s, forward_peak_bytes : of rerunning its forward ops, holding only what crosses
+    options : kept, and rebuilt if that holds less
     """
 
     first: int
@@ -79,10 +79,10 @@ class Block:
 
 
 def split(shape: Holes) -> list[Block]:
-    """Cut a graph into at most about MOST_BLOCKS; an empty list where there is no backward."""
+    """Cut a graph into at most about MOST_BLOCKS; an empty list if there is no backward."""
     graph = shape.graph
     backward = [at for at, op in enumerate(graph.ops) if op.phase == "backward"]
-    # Of fewer forward ops there is nothing to cut.
+    # Fewer forward ops cannot be cut.
     if not backward or backward[0] < 4:
         return []
     turn, until = backward[0], backward[-1] + 1
@@ -100,7 +100,7 @@ def split(shape: Holes) -> list[Block]:
 
 
 def _cuts(shape: Holes, turn: int, last_forward: list[int]) -> list[int]:
-    """Choose where to cut: at few crossing storages, before dear ops, not too often."""
+    """Choose where to cut: at few crossing bytes, before expensive ops, not too often."""
     width = np.zeros(turn + 1, np.int64)
     for storage, last in enumerate(last_forward):
         if last >= 0 and shape.chain[storage]:
@@ -119,7 +119,7 @@ def _cuts(shape: Holes, turn: int, last_forward: list[int]) -> list[int]:
             cuts.append(at)
         elif at - cuts[-1] >= longest:
             span = width[cuts[-1] + longest // 2 : at + 1]
-            # Where nothing is narrow, at the narrowest of the second half.
+            # If no cut is narrow, take the narrowest of the second half.
             cuts.append(cuts[-1] + longest // 2 + int(span.argmin()))
     return [*cuts, turn]
 
@@ -127,7 +127,7 @@ def _cuts(shape: Holes, turn: int, last_forward: list[int]) -> list[int]:
 def _turns(
     shape: Holes, cuts: list[int], owner: list[int], last_forward: list[int], turn: int
 ) -> list[int]:
-    """Return the backward op at which each block's own backward begins; falling along the chain."""
+    """Return the op at which each block's backward begins; decreasing along the chain."""
     count = len(cuts) - 1
     begins = [len(shape.graph.ops)] * count
     for op in range(len(shape.graph.ops) - 1, turn - 1, -1):
@@ -137,7 +137,7 @@ def _turns(
                 begins[block] = op
     begins[-1] = turn
     for block in range(count - 2, -1, -1):
-        # One that no backward op touches has none of its own: it begins where the next one does.
+        # A block that no backward op touches begins where the next one does.
         if begins[block] == len(shape.graph.ops):
             begins[block] = begins[block + 1]
         # The backward pass takes blocks from the last to the first.
@@ -149,14 +149,14 @@ def _blocks(
     shape: Holes, cuts: list[int], turns: list[int], owner: list[int], last_forward: list[int],
     until: int,
 ) -> list[Block]:  # fmt: skip
-    """Return the blocks with what they hold: kept whole, or but for what crosses into the next."""
+    """Return the blocks with their held bytes: all kept, or only what crosses into the next."""
     count, ops = len(cuts) - 1, len(shape.graph.ops)
     ends = [until, *turns]
     created: list[list[int]] = [[] for _ in range(count)]
     crossing: list[list[int]] = [[] for _ in range(count)]
     held, passed = [0] * count, [0] * count
-    # Live bytes of what each block makes, during its own ops; of what backward ops make, until it
-    # goes. `bare`: of its forward ops where nothing is kept.
+    # Live bytes of each block's storages during its own ops; of backward ops' storages until they
+    # are freed. `bare`: of its forward ops if nothing is kept.
     live, bare = np.zeros(ops + 1, np.int64), np.zeros(ops + 1, np.int64)
     for storage, chain in enumerate(shape.chain):
         if not chain:
@@ -168,7 +168,7 @@ def _blocks(
             live[chain[0]] += size
             live[ops if stays else used + 1] -= size
             continue
-        # What follows is made by a forward op of a block.
+        # From here on: storages made by a forward op of a block.
         created[block].append(storage)
         forward, end = last_forward[storage], cuts[block + 1]
         for later in range(block + 1, bisect_right(cuts, forward)):
@@ -206,8 +206,8 @@ class Chain:
     """The blocks of a graph, and the table E.
 
     shape : the holes of the graph
-    most_bytes : budgets above this need no chain: the peak of the graph as it stands.
-    end : when the table has to be full; there is none if it is not.
+    most_bytes : the peak of the graph without a plan; larger budgets need no chain.
+    end : when the table has to be complete; else there is no table.
     """
 
     def __init__(self, shape: Holes, most_bytes: int, *, end: float) -> None:
@@ -215,18 +215,18 @@ class Chain:
         self.blocks = split(shape)
         self.base = shape.graph.base_bytes
         self.unit = max(1, -(-(most_bytes - self.base) // UNITS))
-        # Per stretch a number that it shares with those of equal blocks and crossings.
+        # Per stretch a number, shared by stretches with equal blocks and crossings.
         self.numbers: dict[object, int] = {}
         self.stretch: dict[tuple[int, int], int] = {}
         for at, block in enumerate(self.blocks):
             alike = block.options, block.forward_s, block.forward_peak_bytes
             self.stretch[at, at] = self._number(alike)
-        # Of all blocks before each, so that a difference of two is a stretch.
+        # Prefix sums, so that the difference of two is the sum of a stretch.
         self.forward_s = np.cumsum([0.0, *(block.forward_s for block in self.blocks)])
         self.turn_holes = _turn_holes(shape, self.blocks)
         self.crossing: dict[int, list[int]] = {}
         self.table: dict[tuple[int, int], Floats] = {}
-        # Half a table answers nothing: without blocks there is no choice.
+        # An incomplete table is useless: without blocks there is no choice.
         if self.blocks and not self._filled(end):
             self.blocks = []
 
@@ -234,7 +234,7 @@ class Chain:
         return -(-max(0, size) // self.unit)
 
     def _crossing(self, first: int, cut: int) -> int:
-        """Bytes that cross into block `cut` and were made by blocks from `first` on."""
+        """Bytes that cross into block `cut` and are made by blocks from `first` on."""
         if cut not in self.crossing:
             outputs = [
                 (self.shape.chain[storage][0], self.shape.bytes[storage])
@@ -247,10 +247,10 @@ class Chain:
         return self.crossing[cut][first]
 
     def _filled(self, end: float) -> bool:
-        """Fill the table; False if time is over before."""
+        """Fill the table; return False if time is up before."""
         count = len(self.blocks)
         solved: dict[int, Floats] = {}
-        # Short stretches first: the ways of a longer one read the entries of its parts.
+        # Short stretches first: longer ones read the entries of their parts.
         for length in range(1, count + 1):
             for i in range(count - length + 1):
                 if now() > end:
@@ -266,7 +266,7 @@ class Chain:
         return True
 
     def _stretch(self, i: int, j: int) -> int:
-        """Return the number of blocks i to j, which follows from those of its two longest parts."""
+        """Return the number of stretch i to j, derived from those of its two longest parts."""
         if (i, j) not in self.stretch:
             parts = self.stretch[i, j - 1], self.stretch[i + 1, j], self._crossing(i, j)
             self.stretch[i, j] = self._number(parts)
@@ -276,7 +276,7 @@ class Chain:
         return self.numbers.setdefault(key, len(self.numbers))
 
     def _ways(self, i: int, j: int) -> list[tuple[Floats, Option | int]]:
-        """Return E(i, j) by each way: its values, and an option of block i or where to cut."""
+        """Return E(i, j) by each way: its values, and an option of block i, or where to cut."""
         ways: list[tuple[Floats, Option | int]] = []
         block, forward = self.blocks[i], self.forward_s
         for option in block.options:
@@ -286,10 +286,10 @@ class Chain:
                 value[:] = option.extra_s
             elif shift <= UNITS:
                 value[shift:] = self.table[i + 1, j][: UNITS + 1 - shift] + option.extra_s
-            # Below its own peak an option is none.
+            # Below its own peak an option is infeasible.
             value[: self._units(option.peak_bytes)] = np.inf
             ways.append((value, option))
-        # Or run on to block k, holding only what crosses into it, and come back for these later.
+        # Or run to block k, holding only what crosses into it, and rerun these blocks later.
         rise = 0
         for k in range(i + 1, j + 1):
             rise = max(rise, self.blocks[k - 1].forward_peak_bytes)
@@ -307,7 +307,7 @@ class Chain:
     def choice(self, budget_bytes: int) -> list[int] | None:
         """Return the choice of the table's solution for a budget; None if it has none."""
         last, units = len(self.blocks) - 1, (budget_bytes - self.base) // self.unit
-        # More units than the table has are those at which everything is kept.
+        # With more units than the table has, everything is kept.
         units = min(units, UNITS)
         if not self.blocks or units < 0 or not np.isfinite(self.table[0, last][units]):
             return None
@@ -316,7 +316,7 @@ class Chain:
         return writer.result
 
     def _descend(self, i: int, j: int, units: int, since: int, writer: _Writer) -> None:
-        """Write the solution of E(i, j) down; `since` is the op from which its level holds."""
+        """Write the solution of E(i, j); `since` is the op from which its level holds."""
         while i <= j:
             _, way = min(self._ways(i, j), key=lambda way: way[0][units])
             if isinstance(way, Option):
@@ -325,14 +325,14 @@ class Chain:
                 i += 1
             else:
                 writer.hold(way, self.blocks[i].first, since)
-                # Blocks before the cut run again once the backward pass has come down to it.
+                # Blocks before the cut are rerun once the backward pass has reached it.
                 self._descend(i, way - 1, units, self.blocks[way - 1].turn, writer)
                 units -= self._units(self._crossing(i, way))
                 i = way
 
 
 class _Writer:
-    """Collects a choice while a solution is walked."""
+    """Collects a choice while a solution is traversed."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.shape = chain, chain.shape
@@ -342,20 +342,20 @@ class _Writer:
     def hold(self, cut: int, made_from: int, since: int) -> None:
         """Hold what crosses into a block from op `since` on (KEEP: from the start).
 
-        made_from : the first op whose storages are meant
+        made_from : the first op whose storages count
         """
         for storage in self.chain.blocks[cut].crossing:
             if self.shape.chain[storage][0] >= made_from:
                 self._put(self.chain.turn_holes[storage], since)
 
     def option(self, number: int, option: Option, since: int) -> None:
-        """Carry a block out in one way, at a level that holds from op `since` on."""
+        """Run a block in one way, at a level that holds from op `since` on."""
         block, turn = self.chain.blocks[number], self.chain.blocks[-1].last
         for storage in block.created:
             hole = self.chain.turn_holes[storage]
             if option.kept and self.shape.start[hole] < turn <= self.shape.end[hole]:
                 self._put(hole, since)
-            # What is rebuilt stays from where the block's own backward ops begin.
+            # Rebuilt storages stay from the beginning of the block's own backward ops.
             elif hole not in self.held and self._goes(hole):
                 self.result[hole] = block.turn
         if number + 1 < len(self.chain.blocks):
@@ -363,7 +363,7 @@ class _Writer:
 
     def _put(self, hole: int, since: int) -> None:
         if self._goes(hole):
-            # An outer level that holds it longer has the last word.
+            # An outer level that holds it longer takes precedence.
             self.held[hole] = min(since, self.held.get(hole, since))
             self.result[hole] = self.held[hole]
 
@@ -372,7 +372,7 @@ class _Writer:
 
 
 def _turn_holes(shape: Holes, blocks: list[Block]) -> dict[int, int]:
-    """Return for each storage of the forward pass the hole that spans the turn, or its last."""
+    """Return per forward storage the hole between forward and backward, or its last one."""
     if not blocks:
         return {}
     turn = blocks[-1].last

@@ -1,4 +1,4 @@
-"""Better candidates from good ones: annealing, ruin and repair, changes of single holes."""
+"""Improve candidates: annealing, ruin and repair, changes of single holes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ...graph.liveness import KEEP, Holes
 from ..simulate import compiled
 from .candidates import Candidate, carried, fit, trim
 
-# Heat, in shares of the first seconds: what a try may lose at the start, and at the end.
+# Final temperature, as a share of the initial seconds.
 COLD = 1e-5
-# A trial this much slower than the best is still gone on from, at first; the less, the more
-# attempts have failed (record-to-record travel, Dueck, 1993).
+# A trial this much slower than the best is still accepted at first, and less the more attempts have
+# failed (record-to-record travel, Dueck, 1993).
 SLACK = 0.02
-# How far prices are off in an attempt, in doublings (standard deviation).
+# Noise of the prices in an attempt, in powers of two (standard deviation).
 NOISE = (0.0, 0.3, 1.0)
 
 
@@ -28,21 +28,22 @@ def anneal(
 ) -> Candidate | None:  # fmt: skip
     """Return the fastest found by simulated annealing within the budget, else the smallest peak.
 
-    Better choices are kept, at first also slightly worse ones. Greedy fitting only drops, and gets
-    stuck near the floor, where the plan that fits holds something dear for a moment, drops it, and
-    brings it back just in time. Here a choice may be over the budget on the way. Bytes too many
-    have a price that rises while it is over and falls while it is within, so that the search swings
-    about what just fits (annealing: Kirkpatrick et al., 1983; strategic oscillation: Glover, 1977).
-    Rebuilds and stays on the host are chosen together, by the replayed time of ops and lanes.
+    Better choices are accepted, at first also slightly worse ones. Greedy fitting only drops, and
+    gets stuck near the floor, where a feasible plan briefly holds something expensive, drops it,
+    and brings it back just in time. Here a choice may temporarily exceed the budget. Excess bytes
+    have a price that rises while the choice exceeds the budget and falls while it keeps it, so that
+    the search oscillates around what just fits (annealing: Kirkpatrick et al., 1983; strategic
+    oscillation: Glover, 1977). Rebuilds and stays on the host are chosen together, by the simulated
+    time of ops and lanes.
     csrc/memory/annealing.cpp does this at five microseconds a try on a graph of a hundred ops, a
     few hundred on thousands.
 
-    offload, recompute : whether holes may be spent on the host; whether storages may be made again
-    wait : whether holes are tried on the host with ops that wait for the copies
-    tries : changes to try; the heat falls over all of them, from `warm` on
+    offload, recompute : whether holes may be spent on the host; whether storages may be rebuilt
+    wait : whether to try holes on the host with ops that wait for the copies
+    tries : changes to try; the temperature falls over all of them, from `warm` on
     seed : of the random numbers
 
-    None where the final choice cannot be carried out, or needs more than the host has.
+    None if the final choice is infeasible, or needs more than the host has.
     """
     device = holes.graph.device
     latency_s, out, back = 0.0, list[float](), list[float]()
@@ -69,14 +70,14 @@ def refine(
     tries: int,
     deadline: float,
 ) -> Candidate:
-    """Return the fastest found by ruin and repair, the given one at worst.
+    """Return the fastest found by ruin and repair, at worst `start`.
 
-    Greedy fitting decides in one order and cannot take a group of decisions back. Undoing all that
-    ends in a random stretch of the execution, or a random part of everything, and fitting again
-    from there visits other orders (Schrimpf et al., 2000). What is undone may come back as a stay
+    Greedy fitting decides in one order and cannot undo a group of decisions. Undoing all decisions
+    that end in a random stretch of the execution, or a random subset of all, and fitting again from
+    there visits other orders (Schrimpf et al., 2000). An undone decision may be replaced by a stay
     on the host. The random numbers are fixed, so the same search gives the same plan.
 
-    Ends after `tries` attempts in a row without gain, at the deadline, or below `enough_s`.
+    Ends after `tries` consecutive attempts without gain, at the deadline, or below `enough_s`.
     """
     draw = random.Random(0)
     natural = holes.natural()
@@ -94,7 +95,7 @@ def refine(
         limit = best.seconds * (1 + SLACK * (1 - idle / tries))
         if repaired.seconds < max(here.seconds, limit):
             here = repaired
-        # Rounding alone is no gain, or the search would go on for it.
+        # Rounding does not count as a gain, or the search would continue for it.
         if repaired.seconds < best.seconds * (1 - 1e-9):
             best, idle = repaired, 0
     return best
@@ -103,19 +104,19 @@ def refine(
 def _ruined(
     holes: Holes, here: Candidate, natural: list[int], draw: random.Random, *, offload: bool
 ) -> tuple[list[int], dict[int, int]] | None:
-    """Undo what ends in a stretch, in part; None if there was nothing to undo."""
+    """Undo part of the decisions that end in a stretch; None if there are none."""
     count = len(holes.graph.ops)
     length = max(2, int(count * draw.uniform(0.02, 0.4)))
     begin = draw.randrange(count)
     part = draw.uniform(0.2, 1.0)
-    # In some attempts nothing new leaves for the host: lanes have little room to begin with.
+    # In some attempts nothing new moves to the host, because lanes have little room.
     leaving = draw.choice((0.0, 0.05, 0.3)) if offload else 0.0
     choice, moved = list(here.choice), dict(here.moved)
     for hole, held in enumerate(here.choice):
         if not begin <= holes.end[hole] < begin + length:
             continue
         if (held != natural[hole] or hole in moved) and draw.random() < part:
-            # A rebuild on the way to something else may be dropped again, up to some moment.
+            # An intermediate rebuild may be dropped again, up to some moment.
             later = held != KEEP and draw.random() < 0.15
             choice[hole] = draw.randint(holes.start[hole], count) if later else natural[hole]
             moved.pop(hole, None)
@@ -141,7 +142,7 @@ def _repaired(
     deadline: float,
 ) -> Candidate | None:
     """Return a choice within the budget that starts from this one; None if none was found."""
-    # The host copy is the storage: it is not to be rebuilt as well.
+    # A storage on the host need not be rebuilt as well.
     for hole in moved:
         choice[hole] = KEEP
     moves = windows(holes, moved)
@@ -153,7 +154,7 @@ def _repaired(
         return None
     trimmed, _ = trim(holes, fitted[0], budget_bytes, deadline=deadline, moves=moves)
     candidate = carried(holes, trimmed, moved)
-    # Rebuilds may need a copy back earlier than `moves` has it, which raises the peak.
+    # Rebuilds may need a copy back earlier than in `moves`, which raises the peak.
     if candidate is None or candidate.peak_bytes > budget_bytes:
         return None
     return candidate
@@ -162,9 +163,9 @@ def _repaired(
 def improve(
     shape: Holes, start: Candidate, budget_bytes: int, *, recompute: bool, deadline: float
 ) -> Candidate:
-    """Treat single holes otherwise, dearest first, as long as the seconds fall."""
+    """Change the decision of single holes, the most expensive first, while seconds decrease."""
     best = start
-    # A hole that is treated otherwise alters what others cost, so all are tried again.
+    # Each change alters the cost of other holes, so all are tried again.
     for _ in range(4):
         before = best.seconds
         for hole in _dearest(shape, best):
@@ -181,16 +182,16 @@ def improve(
 
 
 def _dearest(shape: Holes, mixed: Candidate) -> list[int]:
-    """Return the holes dropped or moved, those first that cost most per byte."""
+    """Return the dropped or moved holes, the most expensive per byte first."""
     device, price = shape.graph.device, dict[int, float]()
     for hole, held in enumerate(mixed.choice):
         storage = shape.storage[hole]
         inner = hole + 1 < shape.first[storage + 1] and shape.bytes[storage] > 0
         if hole in mixed.moved:
             size = shape.bytes[storage]
-            # The lane of the slower direction is the one that other copies wait for.
+            # The slower direction's lane is the one that other copies wait for.
             price[hole] = max(device.to_host_s(size), device.to_device_s(size)) / size
-        # One that no rerun brings back costs nothing where it is.
+        # A hole without a rerun costs nothing.
         elif inner and held != KEEP and shape.chain[storage][0] in mixed.schedule.last_reruns:
             own = sum(shape.seconds[op] for op in shape.chain[storage])
             price[hole] = own / shape.bytes[storage]
@@ -200,7 +201,7 @@ def _dearest(shape: Holes, mixed: Candidate) -> list[int]:
 def _alternatives(
     shape: Holes, mixed: Candidate, hole: int, recompute: bool
 ) -> list[tuple[list[int], Mapping[int, int]]]:
-    """Return what else can be done in a hole: keep it, drop it, move it, let ops wait less."""
+    """Return the alternatives for a hole: keep it, drop it, move it, or make ops wait less."""
     held = list(mixed.choice)
     held[hole] = KEEP
     rest = {other: waits for other, waits in mixed.moved.items() if other != hole}

@@ -1,8 +1,8 @@
-"""One search: the candidates found so far for a graph, and the ways to find more.
+"""The search: the candidates found so far for a graph, and the heuristics that find more.
 
-Each way starts from another choice of what to keep (nothing, what the linear relaxation keeps, what
-the chain of blocks keeps), fits it to the budget by its true peak, and trims it. The best is then
-improved by annealing and by ruin and repair (`improve.py`).
+Each heuristic starts from another choice of what to keep (nothing, what the linear relaxation
+keeps, what the chain of blocks keeps), fits it to the budget by its true peak, and trims it. The
+best is then improved by annealing and by ruin and repair (`improve.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .improve import anneal, improve, refine
 def _rounded(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[int], list[int]]:
     """Return the choice that a relaxation rounds to, and the holes that it moves to the host.
 
-    Kept is what it has more than half of on the device at its op.
+    Kept are storages of which it has more than half on the device at its op.
     """
     choice, moved = shape.natural(), []
     for storage, kept in relaxed.kept.items():
@@ -32,7 +32,7 @@ def _rounded(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[i
             if not spans or shape.stays[hole]:
                 continue
             if shape.bytes[storage] and relaxed.moved[storage] > max(0.5, kept):
-                # The host copy is the storage: nothing of it is to be rebuilt from elsewhere.
+                # A storage on the host need not be rebuilt.
                 choice[hole] = KEEP
                 if hole + 1 < shape.first[storage + 1]:
                     moved.append(hole)
@@ -43,21 +43,21 @@ def _rounded(shape: Holes, relaxed: Relaxed, *, recompute: bool) -> tuple[list[i
 
 # A candidate this close to the bound ends the search.
 ENOUGH = 1e-4
-# Above this many ops a single simulation takes so long that the order of the ways matters.
+# Above this many ops a single simulation takes so long that the heuristics' order matters.
 LARGE = 4000
-# Above this many ops no relaxation is solved. It takes kilobytes for each op, and its bound of such
-# graphs was no more than the time without a plan (benchmarks/planner_deep.py).
+# Above this many ops no relaxation is solved. It takes kilobytes per op, and its bound for such
+# graphs did not exceed the time without a plan (benchmarks/planner_deep.py).
 RELAXED = 20_000
-# Up to this many ops, ruin and repair is worth its time; attempts times ops, and attempts at most.
+# Up to this many ops, ruin and repair is worth its time; attempts times ops, and most attempts.
 SMALL = 6000
 TRIES, MOST_TRIES = 600_000, 600
-# Annealing: tries times ops of the first round and of all rounds, and tries of a round at most.
+# Annealing: tries times ops of the first round and of all rounds, and the most tries of a round.
 ROUND, ALL_ROUNDS, LONGEST = 8_000_000, 64_000_000, 50_000
-# Heat of a first round, of one from the graph as it stands, and of all later ones.
+# Initial temperature of the first round, of a round from the unplanned graph, and of later ones.
 WARM, FRESH, COOL = 1e-3, 3e-3, 3e-4
-# A round that gains less than this part of the seconds is one without gain.
+# A round that gains less than this share of the seconds counts as without gain.
 GAIN = 5e-4
-# However late it is, the smallest peak is looked for so long.
+# The search for the smallest peak takes at least this long, however late it is.
 LEAST_S = 0.1
 
 
@@ -67,7 +67,7 @@ class Search:
     shape : the holes of the graph
     offload : whether storages may go to the host
     recompute : whether ops may run twice
-    deadline : moment of `clock.now()` at which it ends. There may be a later one, `end`, for a
+    deadline : time of `progress.now()` at which it ends. There may be a later one, `end`, for a
         search that has found a plan within the budget.
     """
 
@@ -94,7 +94,7 @@ class Search:
         """Return the lower bound on the seconds of any plan within a budget."""
         shape = self.shape
         least = sum(min(options) for options in shape.graph.arrays.seconds)
-        # The graph as it stands fits, and no op has a faster way than its default: that is optimal.
+        # The unplanned graph fits, and no op has a faster way than its default: that is optimal.
         if self.archive.items[0].peak_bytes <= budget_bytes and not self.archive.choosy:
             return least
         if (not self.recompute and not self.offload) or len(shape.graph.ops) > RELAXED:
@@ -102,7 +102,7 @@ class Search:
         for at in moments(shape) if places is None else places:
             relaxed = self.relaxed(at, budget_bytes)
             if relaxed is not None:
-                # The solver's answer is exact to about 1e-7; what is promised is cut by ten times
+                # The solver's result is accurate to about 1e-7; the bound is reduced by ten times
                 # that.
                 least = max(least, relaxed.seconds * (1 - 1e-6))
             if self.late:
@@ -117,15 +117,15 @@ class Search:
                 self.shape, at, budget_bytes, offload=self.offload, recompute=self.recompute,
                 deadline=self.deadline,
             )  # fmt: skip
-            # For want of time, perhaps: with a later deadline there may be one, so none is noted.
+            # Possibly for lack of time: with a later deadline there may be one, so store nothing.
             if bound is None and self.late:
                 return None
             self.bounds[key] = bound
         return self.bounds[key]
 
     def attempt(self, choice: Sequence[int], budget_bytes: int, origin: str) -> None:
-        """Fit a choice under a budget and trim it; what results goes into the archive."""
-        # No attempt takes more than a part of what is left, so that the others get their turn.
+        """Fit a choice to a budget and trim it; add the results to the archive."""
+        # Each attempt takes at most a share of the remaining time, to leave some for the others.
         began = now()
         part = began + (self.deadline - began) / 4
         fitted = fit(self.shape, choice, budget_bytes, deadline=part)
@@ -138,12 +138,12 @@ class Search:
         self.report(origin, budget_bytes)
 
     def take(self, candidate: Candidate, origin: str, budget_bytes: int) -> None:
-        """Put what was found into the archive, and say so."""
+        """Add a candidate to the archive, and report it."""
         self.archive.add(candidate.choice, candidate.schedule, origin, candidate.moved)
         self.report(origin, budget_bytes)
 
     def report(self, origin: str, budget_bytes: int) -> None:
-        """Say what was found; with a plan within the budget there is time until the end."""
+        """Report progress; once a plan keeps the budget, the search may run until `end`."""
         if self.deadline < self.end and self.archive.best(budget_bytes) is not None:
             self.deadline = self.end
         if not is_heard():
@@ -158,7 +158,7 @@ class Search:
         report_progress("search", now() - self.began, self.deadline - self.began, note)
 
     def solve(self, budget_bytes: int) -> Candidate | None:
-        """Look for a fast candidate within a budget, by all ways; return the best."""
+        """Look for a fast candidate within a budget by all heuristics; return the best."""
         best = self.archive.best(budget_bytes)
         if best is not None and best.origin == "keep":
             return best
@@ -166,7 +166,7 @@ class Search:
             return best
         ways = self._ways(budget_bytes)
         if len(self.shape.graph.ops) > LARGE:
-            # Before the bound, whose linear program may take all the time there is.
+            # Before the bound, whose linear program may take all of the time.
             ways.pop(0)()
         target = self.bound(budget_bytes) * (1 + ENOUGH)
         for way in ways:
@@ -174,7 +174,7 @@ class Search:
             best = self.archive.best(budget_bytes)
             if self.late or (best is not None and best.seconds <= target):
                 return best
-        # All that the ways found is in the archive; annealing goes on from the best of it.
+        # All candidates found are in the archive; annealing continues from the best one.
         self.annealed(budget_bytes, target)
         if self.recompute and len(self.shape.graph.ops) <= SMALL:
             self.refined(budget_bytes, target)
@@ -183,7 +183,7 @@ class Search:
     def annealed(self, budget_bytes: int, target: float) -> None:
         """Improve by annealing, in ever longer rounds, until two of them gain nothing.
 
-        Rounds are counted in tries, not in seconds, so that what they find does not depend on the
+        Rounds are counted in tries, not in seconds, so that their results do not depend on the
         machine, as long as the time suffices.
         """
         ops = len(self.shape.graph.ops)
@@ -193,7 +193,7 @@ class Search:
             fits = start.peak_bytes <= budget_bytes
             if fits and start.seconds <= target:
                 return
-            # The second round has ideas of its own: it starts from the graph as it stands.
+            # For diversity, the second round starts from the unplanned graph.
             fresh = number == 1 and ops <= LARGE // 4
             begin = self.archive.items[0] if fresh else start
             warm = FRESH if fresh else WARM if number == 0 else COOL
@@ -221,8 +221,8 @@ class Search:
         *,
         deadline: float,
     ) -> None:
-        """Put what one annealing finds into the archive."""
-        # Where nothing waits yet, every second round leaves it so: most tries would be wasted.
+        """Add the result of one annealing to the archive."""
+        # If nothing waits yet, every second round does not try waits: most would be wasted.
         wait = start.peak_bytes > budget_bytes or any(start.moved.values()) or seed % 2 == 1
         annealed = anneal(
             self.shape, start, budget_bytes, offload=self.offload, recompute=self.recompute,
@@ -234,7 +234,7 @@ class Search:
     def least(self, budget_bytes: int) -> None:
         """Look for the smallest peak, down to a budget.
 
-        One short annealing comes first, however late it is, so that something is found.
+        A short annealing comes first, however late it is, so that something is found.
         """
         if not self.recompute and not self.offload:
             return
@@ -253,7 +253,7 @@ class Search:
     def refined(self, budget_bytes: int, target: float) -> None:
         """Improve the best candidate by ruin and repair."""
         best = self.archive.start(budget_bytes)
-        # Repairs keep the budget, so there has to be a plan within it to compare them with.
+        # Repairs keep the budget, so they need a plan within it to compare with.
         if best.peak_bytes > budget_bytes or best.seconds <= target or self.late:
             return
         better = refine(
@@ -268,10 +268,9 @@ class Search:
         self.take(better, "ruin and repair", budget_bytes)
 
     def _ways(self, budget_bytes: int) -> list[Callable[[], object]]:
-        """Return the ways to look, those first that most often end the search.
+        """Return the heuristics, those first that most often end the search.
 
-        On large graphs greedy fitting comes first, and then the chain, which solves equal blocks
-        once.
+        On large graphs greedy fitting comes first, then the chain, which solves equal blocks once.
         """
         natural = self.shape.natural()
         greedy = partial(self.attempt, natural, budget_bytes, "greedy")
@@ -289,9 +288,9 @@ class Search:
         return ways
 
     def from_sqrt_n(self, choice: Sequence[int], budget_bytes: int) -> None:
-        """Start from this choice, and from the one that holds nothing for what is rebuilt later."""
+        """Start from this choice, and from the one that holds no inputs of rebuilds."""
         freed, natural = list(choice), self.shape.natural()
-        # `dropping` holds what others are rebuilt from past its last use.
+        # `dropping` holds inputs of rebuilds past their last use.
         for last in {first - 1 for first in self.shape.first if first}:
             freed[last] = natural[last]
         for start in (choice, freed):
@@ -301,7 +300,7 @@ class Search:
     def with_lanes(self, budget_bytes: int) -> None:
         """Start from relaxations that may use the lanes, at some shares of their speed.
 
-        Above RELAXED ops there are none; then all that may leave does, and annealing goes on.
+        Above RELAXED ops there are none; then everything that may move does, before annealing.
         """
         large = len(self.shape.graph.ops) > RELAXED
         at = moments(self.shape, 1)[0]
@@ -309,7 +308,7 @@ class Search:
         for lanes in () if large else (1.0, 0.8, 0.6, 0.4):
             if self.late:
                 break
-            # Slower lanes than there are: fewer copies, and fewer waits for them.
+            # With slower lanes than the real ones there are fewer copies, and fewer waits for them.
             relaxed = relax(
                 self.shape, at, budget_bytes, offload=True, recompute=self.recompute, lanes=lanes,
                 deadline=self.deadline,
@@ -327,22 +326,22 @@ class Search:
             if self.recompute or away.schedule.peak_bytes > budget_bytes:
                 return
             starts.append(away)
-        # Half of what time is left: the ways without lanes want a turn as well.
+        # Half of the remaining time: the heuristics without lanes need some as well.
         half = now() + (self.deadline - now()) / 2
         best = min(starts, key=lambda item: item.seconds)
         improved = improve(self.shape, best, budget_bytes, recompute=self.recompute, deadline=half)
         self.take(improved, "lanes, improved", budget_bytes)
 
     def from_lanes(self, relaxed: Relaxed, budget_bytes: int) -> list[Candidate]:
-        """Return what keeps the budget of a relaxation's split between host and rebuilds."""
+        """Return candidates within the budget from a relaxation's split of host and rebuilds."""
         choice, moved = _rounded(self.shape, relaxed, recompute=self.recompute)
         candidates: list[Candidate] = []
-        # Copies that overlap with the ops first; only if that holds too much do ops wait for them.
+        # Copies that overlap with ops first; only if that holds too much do ops wait for them.
         for waits in (BESIDE, BOTH):
             start = self.within(choice, dict.fromkeys(moved, waits), budget_bytes)
             if start is not None:
                 candidates.append(start)
-                # Nothing had to be fitted, so waits could only cost.
+                # Nothing had to be fitted, so waits could only cost time.
                 if start.choice == choice:
                     break
         return candidates
@@ -350,7 +349,7 @@ class Search:
     def within(
         self, choice: list[int], moved: Mapping[int, int], budget_bytes: int
     ) -> Candidate | None:
-        """Carry out what keeps the budget; what does not is fitted, where ops may run twice."""
+        """Simulate a choice; if it exceeds the budget, fit it, provided ops may be rerun."""
         start = carried(self.shape, choice, moved)
         if start is None or start.peak_bytes <= budget_bytes:
             return start
@@ -361,24 +360,24 @@ class Search:
             fitted = fit(self.shape, choice, budget_bytes, deadline=self.deadline, moves=windows)
         except Impossible:
             return None
-        # Windows follow the choice: with the fitted one copies may end elsewhere.
+        # Windows depend on the choice: after fitting, copies may end elsewhere.
         refitted = None if fitted is None else carried(self.shape, fitted[0], moved)
         fits = refitted is not None and refitted.peak_bytes <= budget_bytes
         return refitted if fits else None
 
     @cached_property
     def chain(self) -> Chain:
-        """The blocks of the graph and their table, made at first need."""
+        """The blocks of the graph and their table, computed at first use."""
         ops = len(self.shape.graph.ops)
-        note = f"tables for the blocks of {ops} ops, which takes the square of their number"
+        note = f"tables for the blocks of {ops} ops, quadratic in their number"
         report_progress("search", now() - self.began, self.deadline - self.began, note)
         return Chain(self.shape, self.archive.items[0].peak_bytes, end=self.deadline)
 
     def from_chain(self, budget_bytes: int) -> None:
         """Start from the chain's checkpoints, for the largest table budget that really fits.
 
-        The table rounds up and adds peaks that do not meet, so what it calls a larger budget often
-        fits; which one is found by bisection on the true peak.
+        The table rounds up and adds peaks that do not coincide, so the solution for a larger budget
+        often fits; the largest one is found by bisection on the true peak.
         """
         if now() > self.deadline:
             return
@@ -386,7 +385,7 @@ class Search:
         for number in range(8):
             if self.late and number:
                 break
-            # The budget itself first: where its choice does not fit, bisection has no lower end.
+            # The budget itself first: if its choice does not fit, bisection has no lower end.
             middle = (low + high) // 2 if number else low
             choice = self.chain.choice(middle)
             schedule = None if choice is None else self.simulated(choice)
@@ -410,7 +409,7 @@ class Search:
         """Start from what the relaxation keeps, with part of the budget left for rebuilds."""
         at = moments(self.shape, 1)[0]
         base = self.shape.graph.base_bytes
-        # The relaxation looks at one moment, and counts nothing for rebuilds at others.
+        # The relaxation considers one moment, and does not count rebuilds at others.
         room = base + int((budget_bytes - base) * share)
         relaxed = relax(self.shape, at, room, offload=False, deadline=self.deadline)
         if relaxed is None:

@@ -53,7 +53,7 @@ def compress_activations(
     threads: int = 1,
     **settings: Any,
 ) -> CompressedActivations:
-    """Keep what `model` saves for the backward pass compressed, until closed.
+    """Compress what `model` saves for the backward pass, until closed.
 
     Parameters
     ----------
@@ -63,29 +63,30 @@ def compress_activations(
         Acceptable deviation of a weight's gradient, as a fraction of its momentum's mean magnitude
         (of the gradient's, without an optimizer). For Adam both are taken in units of its step.
     budget
-        Instead: bytes that saved tensors may take, "500 MiB" for example.
+        Alternative to `error`: bytes that saved tensors may take, "500 MiB" for example.
     bits
-        Instead: 1, 2, 4 or 8 for all inputs of linear and convolution layers.
+        Alternative to both: 1, 2, 4 or 8 for all inputs of linear and convolution layers.
     optimizer
-        Where momentum is read; SGD's momentum_buffer, or exp_avg and exp_avg_sq.
+        Its momentum is read: SGD's momentum_buffer, or exp_avg and exp_avg_sq.
     form
-        "fixed" rounds at random; "paper" to nearest in a tolerance, entropy-coded (needs `error`).
+        "fixed" rounds stochastically; "paper" to nearest within a tolerance, entropy-coded (needs
+        `error`).
     seed, threads
         Of the codec.
     settings
-        Further ones of Controller: every, start_bits, nonlinear_bits ...
+        Further settings of Controller: every, start_bits, nonlinear_bits ...
 
     Returns
     -------
     CompressedActivations
-        At work already; a context manager that ends it, as does `close()`.
+        Already active; leaving it as a context manager ends it, as does `close()`.
 
     Raises
     ------
     TraceError
         If the model is compiled, or planned.
     ValueError
-        If not exactly one of error, budget and bits is given, or a setting is illegal.
+        If not exactly one of error, budget and bits is passed, or a setting is invalid.
     BudgetError
         From the second forward pass on, if saved tensors do not fit.
 
@@ -129,14 +130,13 @@ def compress_activations(
 class CompressedActivations:
     """Hooks on a model, and what they have observed.
 
-    controller : chooses the bits; `controller.rows()` has what is known of each tensor
-    saved : of the last forward pass
-    rerun : paths of modules, and calls of attention, that run again in the backward pass from their
-        input, which is all that is kept of them: by what the first pass measured, that frees bytes
-        for fewer seconds than packing does
-    offloaded : keys of tensors that lie in the host's memory until the backward pass, where copies
-        there and back free a byte for fewer seconds than packing; none where the model works on the
-        host
+    controller : chooses the bits; `controller.rows()` has the statistics of each tensor
+    saved : statistics of the last forward pass
+    rerun : paths of modules, and attention calls, that are recomputed in the backward pass from
+        their input, of which only that is kept: by the first pass's measurements, this frees bytes
+        at fewer seconds than packing
+    offloaded : keys of tensors that are in host memory until the backward pass, because copies
+        there and back free a byte at fewer seconds than packing; none if the model runs on the host
     by_images : paths of layers that take some images of a batch at a time, and run again in the
         backward pass: those whose gradients take more bytes than all that is held compressed
     """

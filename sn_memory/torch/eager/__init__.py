@@ -1,1 +1,1 @@
-"""A plan carried out call by call: programs, their instructions, and what a trial of one shows."""
+"""Running a plan call by call: programs, their instructions, and trials."""

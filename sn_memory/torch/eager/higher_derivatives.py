@@ -1,10 +1,10 @@
-"""Derivatives beyond the first: what a plan does not compute, the model's own step does.
+"""Higher derivatives, which plans do not compute: the model's own step does.
 
-A plan is of the calls of one forward and one backward pass. Where autograd differentiates such a
-backward pass (`create_graph=True`), the forward pass runs once more as the model's own, with what
-it read the first time, and its gradients have the graph that torch gives them. Transforms of
-torch.func and forward-mode AD look at the forward pass itself, so there the model's own runs at
-once. Both take the memory of the step without a plan, which a warning says once.
+A plan has the calls of one forward and one backward pass. If autograd differentiates such a
+backward pass (`create_graph=True`), the model's own forward pass runs, with the inputs of the first
+one, and its gradients have torch's graph. Transforms of torch.func and forward-mode AD need the
+forward pass itself, so there the model's own runs from the start. Both take the memory of the step
+without a plan; a warning says so once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from .replay import Gradients, Replay
 
 @dataclass(eq=False)
 class PlainStep:
-    """A forward pass by a plan, and what is needed to run it once more as the model's own.
+    """A forward pass by a plan, and what is needed to rerun it by the model's own forward.
 
-    model, record : the planned model and what it carries, a `PlanRecord`
-    parameters, buffers : of the model in this forward pass; `functional_call` puts others in their
-        place.
+    model, record : the planned model and its `PlanRecord`
+    parameters, buffers : of the model in this forward pass; `functional_call` swaps in others.
     """
 
     model: torch.nn.Module
@@ -52,24 +51,24 @@ class PlainStep:
     step: Replay
 
     def __post_init__(self) -> None:
-        # As it is before the forward pass draws, so that it can draw the same again.
+        # The state before the forward pass draws, so that a rerun draws the same.
         self.random = [(device, rng_state(device)) for device in self.step.drawn_on]
 
     def forward_ended(self) -> None:
-        """Note the versions of what the forward pass read."""
+        """Record the versions of the tensors that the forward pass read."""
         self.versions = self._versions()
 
     def retained(self) -> None:
         """Warn once if the budget has no room for what a backward pass does not free."""
         budget = self.record.budget_bytes
-        # The pass frees its own references only: the kept graph holds what it held, meanwhile.
+        # The pass only frees its own references; the kept graph still holds its tensors.
         need = self.step.plan.peak_bytes + self.step.waiting_bytes[0]
         if need > budget:
             text = keeps_graph(self.model, need, budget)
             warn_once(self.record.inputs.warned, "retained", text)
 
     def arrived(self, gradient: torch.Tensor, planned: View) -> None:
-        """Warn once if the gradient of an output lies otherwise than planned."""
+        """Warn once if the gradient of an output has another layout than planned."""
         if text := other_layout(gradient, planned.stride):
             warn_once(self.record.inputs.warned, "layout", text)
 
@@ -78,7 +77,7 @@ class PlainStep:
     ) -> Gradients:
         """Return differentiable gradients of `wanted`, given those of the outputs.
 
-        Raises ReplayError if the forward pass would read something else than it did.
+        Raises ReplayError if the forward pass would now read something else.
         Raises PlanError with `strict`.
         """
         asked = torch.is_grad_enabled()
@@ -95,11 +94,11 @@ class PlainStep:
                 f"{what} requested, and only that of the loss was planned, as the model returns "
                 "it; later steps are planned for what was requested"
             )
-        # Before anything runs: is there still what the forward pass read, and may it take so much?
+        # Before anything runs, check that its inputs are unchanged, and whether to warn or raise.
         self._check(what)
         _without_plan(self.model, self.record, self.step.plan.baseline_peak_bytes, why)
         with torch.enable_grad():
-            # Other tensors than these: one of them may have been made of another.
+            # New tensors, as one of these may have been computed from another.
             # One may have been frozen since the forward pass.
             own = {
                 id(tensor): tensor.view_as(tensor)
@@ -124,14 +123,14 @@ class PlainStep:
         """Run the model's own forward pass; return the outputs that have gradients."""
         captured = self.step.captured
         inputs = [own.get(id(param), param) for param in self.parameters]
-        # It may write to its buffers a second time.
+        # It writes to its buffers a second time, so pass clones.
         inputs += [buffer.clone() for buffer in self.buffers]
         names = [f"model.{name}" for name, _ in (*captured.parameters, *captured.buffers)]
         args, kwargs = tree_map_only(
             torch.Tensor, lambda leaf: own.get(id(leaf), leaf), self.arguments
         )
         model = _OwnForward(inner_model(self.model))
-        # `functional_call` swaps parameters in the modules, where other threads would meet them.
+        # `functional_call` swaps parameters in the modules, which other threads must not see.
         with self.record.lock, self._as_then():
             returned = functional_call(model, dict(zip(names, inputs, strict=True)), args, kwargs)
         outputs = tensors(flatten_outputs(returned, self.model)[0])
@@ -140,7 +139,7 @@ class PlainStep:
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
-        """Let autocast and random numbers be as in the forward pass, and no transform look on."""
+        """Restore autocast and random state of the forward pass, and disable transforms."""
         casts: dict[Any, Any] = dict(self.kind.casts)  # type: ignore[arg-type]
         with ExitStack() as stack:
             stack.enter_context(restore_rng_state() if self.random else nullcontext())
@@ -154,7 +153,7 @@ class PlainStep:
             yield
 
     def _check(self, asked: str) -> None:
-        """Raise where the forward pass would read something else now; asked : for what it runs."""
+        """Raise if the forward pass would now read something else; asked : what it runs for."""
         if self.step.overwritten:
             raise ReplayError(
                 f"{asked} requested, but the forward pass writes over "
@@ -193,14 +192,14 @@ class _OwnForward(torch.nn.Module):
 
 
 def without_plan(model: torch.nn.Module, record: Any, where: str) -> None:
-    """Say that the model's own forward runs, as what it is called in looks at that.
+    """Warn that the model's own forward runs, because the caller's context needs it.
 
-    where : that it is "inside torch.func or forward-mode AD", say
+    where : e.g. "inside torch.func or forward-mode AD"
     """
     if record.state is not None:
         name = plain_class(type(model)).__name__
         raise PlanError(
-            f"a planned {name} with its state on the host was called {where}, which looks at the "
+            f"a planned {name} with its state on the host was called {where}, which needs the "
             "model's own forward pass. Call the model as it was before planning there."
         )
     why = f"it is called {where}"

@@ -1,8 +1,8 @@
-"""A trial: the planned step, run once on the sample beside the model's own.
+"""A trial: run the planned step and the model's own once on the sample, and compare.
 
-What is planned was seen under fake tensors. Their rules may lay results out otherwise than kernels
-do; a model may ask whether its tensors are fake and take another course. Neither can be told from
-a trace, both from one real step. The model is left as it was.
+A plan is made from a run with fake tensors. Their rules may give results other layouts than the
+kernels; and a model may check whether its tensors are fake and take another branch. A trace cannot
+show either, one real step shows both. The model is left as it was.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..step import Step
 from ..target.accelerator import free_bytes, is_apart
 from ..trace.record import Layouts
 
-# Differences up to here are those of sums taken in another order: some hundred roundings.
+# Differences up to this come from sums in another order: some hundred rounding errors.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
 
-# How much further than the model's own step from itself a planned one may be. On CUDA two steps in
-# TF32 that add in any order are as far apart by chance (ResNet-50: 6.1e-3 beside 6.3e-3).
+# How many times more a planned step may differ than two runs of the model's own step. On CUDA two
+# steps in TF32 that add in any order differ as much by chance (ResNet-50: 6.1e-3 and 6.3e-3).
 NOISE = 4
 
-# How often a step is traced anew with what kernels were seen to do.
+# How often a step is traced again with the observed layouts.
 _ROUNDS = 8
 
 
@@ -44,17 +44,17 @@ T = TypeVar("T", bound=Step)
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial found.
+    """The result of a trial.
 
-    compared : whether the planned step was held against the model's own
-    different : outputs, gradients and buffers that were not bit-equal, with how far apart they
-        were; see `compare.differences`.
-    failure : why the plan must not be used; empty where it may be.
-    remark : what else there is to say: why nothing was compared, or what the difference is.
-    layouts : results that kernels lay out otherwise than traced. The step has to be traced again,
-        and nothing else was looked at.
-    plain_peak_bytes : the most that the model's own step had of the CPU's allocator; 0 where it was
-        not counted.
+    compared : whether the planned step was compared with the model's own
+    different : outputs, gradients and buffers that were not bit-equal, with their differences; see
+        `results.differences`.
+    failure : why the plan must not be used; empty if it may be.
+    remark : further information: why nothing was compared, or what the difference is.
+    layouts : results whose layouts differ from the trace. The step has to be traced again, and
+        nothing else was compared.
+    plain_peak_bytes : the peak of the model's own step in the CPU's allocator; 0 if it was not
+        counted.
     """
 
     compared: bool
@@ -66,7 +66,7 @@ class Trial:
 
     @property
     def difference(self) -> float:
-        """The largest difference; 0 where all is bit-equal."""
+        """The largest difference; 0 if everything is bit-equal."""
         return max(self.different.values(), default=0.0)
 
 
@@ -81,7 +81,7 @@ def tried(
     """Run a planned step once on the sample, and the model's own if memory allows; compare.
 
     plain_bytes : what the model's own step needs at its peak
-    counted : whether to count what the model's own step takes, on the CPU
+    counted : whether to measure the memory of the model's own step, on the CPU
 
     Raises SampleError if the model's own step fails on the sample.
     """
@@ -91,15 +91,15 @@ def tried(
     noted: Layouts = {}
     # Ranks that share parameters run the same steps.
     enough = not somewhere(model, not enough_memory(plain_bytes, device_of(model)))
-    # The planned step first: where kernels lay results out otherwise, the model's own is not run.
+    # The planned step first: if kernels use other layouts, the model's own is not run.
     try:
         with _noting(step, noted):
             got = measured_step(around(model, step.run), model, arguments, count=False)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
-        # Layouts that were noted are reason enough to trace anew. Else: is it the plan, or the
-        # sample?
+        # Recorded layouts are sufficient reason to trace again. Otherwise find out whether the plan
+        # or the sample is at fault.
         if enough and not noted:
             try:
                 measured_step(model, model, arguments, count=False)
@@ -111,7 +111,7 @@ def tried(
         return Trial(False, {}, layouts=noted)
     if not enough:
         return Trial(False, {}, remark="the model's own step may not fit into the memory there is")
-    # By a profiler, of which torch has one at a time.
+    # Needs a profiler, of which torch allows one at a time.
     counted = counted and device_of(model).type == "cpu" and not is_profiled()
     try:
         expected = measured_step(model, model, arguments, count=counted, kernels=counted)
@@ -135,7 +135,7 @@ def tried(
 
 
 def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    """Raise SampleError where a model's forward pass, run without gradients, fails on a sample."""
+    """Raise SampleError if a model's forward pass, run without gradients, fails on a sample."""
     if not _has_memory(model, arguments):
         return
     args, kwargs = arguments
@@ -150,7 +150,7 @@ def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, 
 
 @contextmanager
 def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
-    """Let a model be inside as a first forward pass leaves it, and as it was afterwards."""
+    """Put a model into its state after a first forward pass; restore it afterwards."""
     if not _has_memory(model, arguments):
         raise TraceError(
             "the forward pass sets attributes in its first run, which needs a model and a sample "
@@ -169,7 +169,7 @@ def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes where a value of a tensor is looked at."""
+    """Records where a value of a tensor is read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,14 +184,14 @@ class _Reads(TorchDispatchMode):
 
 
 def _reason(model: torch.nn.Module, arguments: Any) -> str:
-    """Say what may make a replay round otherwise, as far as it can be seen."""
+    """Return what may make a replay round differently, as far as it is visible."""
     args, kwargs = arguments
     with restore_step(model, arguments), torch.no_grad(), _Reads() as reads:
         model(*args, **kwargs)
     if not reads.place:
         return ""
     return (
-        f"; with real tensors the model looks at values ({reads.place}) and may take another "
+        f"; with real tensors the model reads values ({reads.place}) and may take another "
         "branch than under fake ones"
     )
 
@@ -199,10 +199,10 @@ def _reason(model: torch.nn.Module, arguments: Any) -> str:
 def until_laid_out(
     first: Layouts, planned_with: Callable[[Layouts], T], run: Callable[[T], None]
 ) -> tuple[T, Layouts]:
-    """Run a step until its kernels lay results out as traced; return it, and what was seen.
+    """Plan and run a step until its kernels use the traced layouts; return it, and the layouts.
 
-    What follows a result that lies otherwise may lie otherwise too, so steps are planned and run
-    until no more is new.
+    After a result with another layout, later ones may differ, too, so steps are planned and run
+    until there are no new layouts.
     """
     seen = dict(first)
     step = planned_with(seen)
@@ -212,7 +212,7 @@ def until_laid_out(
             with _noting(step, new):
                 run(step)
         except ReplayError:
-            # A kernel that cannot go on with what was laid out for it has said what it wants.
+            # A kernel may fail on the layout of its input; new layouts still allow another attempt.
             if not new:
                 raise
         if not new.keys() - seen.keys():
@@ -238,7 +238,7 @@ def _judged(
         return Trial(True, {})
     worst = max(different, key=lambda name: different[name])
     says = f"{len(different)} results differ, at most {worst} by {different[worst]:.1e} of its size"
-    # Before the types are asked: chance explains a difference of any size.
+    # Before checking dtypes, as chance can explain a difference of any size.
     if NOISE * max(alone.values(), default=0.0) >= different[worst]:
         return Trial(True, different, remark=f"{says}, as two steps without the plan do")
     if different[worst] > max(ROUNDING.get(tensor.dtype, 0.0) for tensor in seen):
@@ -256,7 +256,7 @@ def is_real(held: Sequence[torch.Tensor]) -> bool:
 
 
 def enough_memory(nbytes: int, device: torch.device) -> bool:
-    """Whether a step of this peak fits into what is free; on a host twice, as a full one stops."""
+    """Whether a step of this peak fits into free memory; on a host twice, as a full one stalls."""
     if is_apart(device):
         free = free_bytes(device)
         return free is not None and nbytes < free

@@ -1,4 +1,4 @@
-"""Where parameters and optimizer state lie off the device: in pinned memory, or in a file."""
+"""Storage of parameters and optimizer state on the host: in pinned memory, or in a file."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ..target.accelerator import Lanes, Ticket, has_streams, lanes_for, resident
 from ..trace.op_seconds import transfer_speeds
 from .copies import CopyEngine, HostBuffer
 
-# torch rounds pinned memory up to a power of two, so it is asked for in such pieces.
+# torch rounds pinned memory up to a power of two, so it is allocated in slabs of this size.
 _SLAB = 1 << 26
-# As the device's own allocator aligns.
+# Like the device's own allocator.
 _ALIGNMENT = 512
-# Elements that are copied to measure the link, as many as `measured_device` takes at most.
+# Elements copied to measure the link; the most that `measured_device` uses.
 _PROBE = 1 << 24
 
 
 class StateBuffers(ABC):
     """The host memory of parameters and optimizer state: a buffer for each tensor.
 
-    device : where ops run on what lies here
-    where : what it is, in words
-    update : when what lies here is updated: `step` or `backward`
+    device : where the ops run that use this state
+    where : a description, for messages
+    update : when this state is updated: `step` or `backward`
     """
 
     device: torch.device
@@ -55,11 +55,11 @@ class StateBuffers(ABC):
 
     @abstractmethod
     def lanes(self) -> Lanes:
-        """Return what copies between here and the device."""
+        """Return the lanes of copies between here and the device."""
 
     @cached_property
     def engine(self) -> CopyEngine:
-        """What starts these copies."""
+        """The engine that starts these copies."""
         return CopyEngine(self.device, self.lanes())
 
     def updater(self, nbytes: int) -> str:
@@ -81,15 +81,15 @@ class StateBuffers(ABC):
 
     @abstractmethod
     def let_go(self) -> None:
-        """Take no memory of the process for what lies here, if that can be, until it is read."""
+        """Release the process's memory for this state, if possible, until it is read again."""
 
     @property
     def blocks(self) -> list[torch.Tensor]:
-        """All that lies here, as bytes."""
+        """All state here, as bytes."""
         return [buffer.block for buffer in self._buffers.values()]
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor here in the form of a dense one, which is not read."""
+        """Return a new tensor here in the form of a dense one, whose values are not read."""
         block = self.allocate(tensor.numel() * tensor.element_size())
         self._buffers[block.data_ptr()] = HostBuffer(block)
         return torch.empty(0, dtype=tensor.dtype).set_(
@@ -97,25 +97,24 @@ class StateBuffers(ABC):
         )
 
     def buffer_of(self, tensor: torch.Tensor) -> HostBuffer | None:
-        """Return where a tensor lies; None if it is not here."""
+        """Return the buffer of a tensor; None if it is not here."""
         try:
             return self._buffers.get(tensor.data_ptr())
-        except RuntimeError:  # no memory, as on the meta device
+        except RuntimeError:  # without memory, e.g. on the meta device
             return None
 
     def finish(self) -> None:
-        """Wait until all that was written has arrived: from now on the program may read it."""
+        """Wait for all writes, after which the program may read."""
         for buffer in self._buffers.values():
             self.engine.finish(buffer)
 
     def hold(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move the parameters of a model to the host; of one on the meta device, make them there.
+        """Move a model's parameters to the host, or create them there for a meta model.
 
-        Those of a meta model are zeros: initialise or load them afterwards, module by module. So a
-        model is made that fits nowhere else. Its buffers become zeros on the device.
+        Those of a meta model are zeros: initialise or load them afterwards, module by module. This
+        creates models that fit nowhere else. Its buffers become zeros on the device.
 
-        Raises PlanError for a buffer on the meta device that no state dict has: nothing would load
-        it.
+        Raises PlanError for a non-persistent buffer on the meta device, which nothing would load.
         """
         _materialize_buffers(model, self.device)
         for parameter in dict.fromkeys(model.parameters()):
@@ -123,7 +122,7 @@ class StateBuffers(ABC):
         return model
 
     def move_here(self, parameter: torch.nn.Parameter) -> None:
-        """Move one parameter to the host, if it is not there."""
+        """Move one parameter to the host, unless it is already there."""
         if self.buffer_of(parameter) is not None:
             return
         moved = self.empty_like(parameter)
@@ -134,7 +133,7 @@ class StateBuffers(ABC):
 
 
 def _materialize_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Make the buffers of a model that are on the meta device: zeros, the same where they were."""
+    """Replace a model's buffers on the meta device by zeros; shared ones stay shared."""
     missing = [
         (f"{path}.{name}" if path else name, module, name, buffer)
         for path, module in model.named_modules()
@@ -154,40 +153,40 @@ def _materialize_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def set_memory(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """Let a parameter, the same object, be what another tensor is; its gradient goes with it."""
-    # Put aside: it has to follow the parameter to the other device.
+    """Give a parameter, the same object, another tensor's memory; its gradient moves with it."""
+    # Detached first: it has to follow the parameter to the other device.
     gradient, parameter.grad = parameter.grad, None
     if torch._has_compatible_shallow_copy_type(parameter, tensor):
         parameter.data = tensor
     else:
-        # Between devices that torch does not know as its own, and from the meta device.
+        # For devices that are not built into torch, and from the meta device.
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
     if gradient is not None:
         parameter.grad = gradient.to(tensor.device)
 
 
 class PinnedState(StateBuffers):
-    """State in pinned memory of the host, for a model on a device with memory of its own.
+    """State in pinned host memory, for a model on a device with separate memory.
 
-    What an op needs is copied to the device and back on streams beside the ops. A tensor here is
-    one of the CPU: who reads it after the backward pass or the optimizer's step sees its values.
+    What an op needs is copied to the device and back on streams, parallel to the ops. Tensors here
+    are CPU tensors: after the backward pass or the optimizer's step, they have the current values.
 
     Parameters
     ----------
     device
-        Where the model's ops run, as `"cuda"`.
+        Where the model's ops run, e.g. `"cuda"`.
     update
         As in `HostState`.
     """
 
     def __init__(self, device: torch.device | str, *, update: str = "step") -> None:
         super().__init__(update)
-        # With its number, as tensors say it.
+        # With its index, as tensors have it.
         self.device = torch.empty(0, device=torch.device(device)).device
         if not has_streams(self.device):
             raise ValueError(
                 f"got device {str(device)!r}, expected one with separate memory and streams, such "
-                "as 'cuda'. On the CPU state lies in a file: HostState."
+                "as 'cuda'. On the CPU, state is kept in a file: HostState."
             )
         self.where = f"pinned memory for {self.device}"
         self._slabs: list[tuple[torch.Tensor, int]] = []
@@ -206,10 +205,10 @@ class PinnedState(StateBuffers):
         return transfer_speeds(torch.ones(_PROBE, device=self.device))
 
     def let_go(self) -> None:
-        """Nothing: pinned memory is taken for good."""
+        """Do nothing: pinned memory cannot be released."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return a block of pinned memory, of zeros."""
+        """Return a zeroed block of pinned memory."""
         wanted = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
         fits = (at for at, (slab, end) in enumerate(self._slabs) if slab.nbytes - end >= wanted)
         at = next(fits, len(self._slabs))
@@ -219,7 +218,7 @@ class PinnedState(StateBuffers):
         slab, begin = self._slabs[at]
         self._slabs[at] = (slab, begin + wanted)
         memory = memoryview(slab.numpy())
-        # A storage of its own, as copies are of whole storages; it holds the slab.
+        # With its own storage, as whole storages are copied; it keeps the slab alive.
         return torch.frombuffer(memory, dtype=torch.uint8, count=max(nbytes, 1), offset=begin)[
             :nbytes
         ]
@@ -231,14 +230,14 @@ _PROBES = 3
 
 
 class FileLanes(Lanes):
-    """Two lanes of a thread each: one reads a file into memory, one writes it.
+    """Two lanes, each a thread: one reads the file into memory, one writes it.
 
-    While they read and write, the interpreter's lock is free, so ops run beside them. A copy that
-    has to come after another waits for it in its own thread; those of one lane run in the order in
-    which they were asked for, and each waits only for earlier ones, so no two wait for each other.
+    They read and write without the interpreter lock, so ops run in parallel. A copy that has to
+    come after another waits for it in its own thread; those of one lane run in the order of their
+    requests, and each waits only for earlier ones, so there are no deadlocks.
 
     file : its descriptor
-    offsets : per address of a mapped block, where in the file it lies
+    offsets : per address of a mapped block, its offset in the file
     keep_cached : whether the system may keep pages that were read or written
     """
 
@@ -248,7 +247,7 @@ class FileLanes(Lanes):
         self._back = ThreadPoolExecutor(1, "sn_memory fetch")
 
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
-        """Write, after the copies of `after`; all ops so far are done on the CPU."""
+        """Write, after the copies of `after`; on the CPU, all earlier ops have finished."""
         offset = self.offsets[host.data_ptr()]
         return self._out.submit(self._move, [here], offset, after, write=True)
 
@@ -258,12 +257,12 @@ class FileLanes(Lanes):
         return self._back.submit(self._move, [here], offset, earlier, write=False)
 
     def wait(self, ticket: Ticket) -> None:
-        """Wait until a copy is done; raises what went wrong in it."""
+        """Wait until a copy is done; raise its error, if any."""
         if ticket is not None:
             ticket.result()
 
     def finish(self, ticket: Ticket) -> None:
-        """Wait as ops do, on the CPU."""
+        """Wait like ops do, on the CPU."""
         self.wait(ticket)
 
     def _move(
@@ -271,8 +270,8 @@ class FileLanes(Lanes):
     ) -> None:
         for ticket in after:
             ticket.result()
-        # Taken out: the pool holds its arguments a moment longer than somebody waits for the copy,
-        # and memory that is freed then would be there beside what is made next.
+        # Popped, because the pool holds its arguments slightly longer than anything waits for the
+        # copy, so that the memory would still be allocated when the next is.
         tensor = only.pop()
         rest, begin = memoryview(tensor.numpy()), offset
         while rest:
@@ -280,46 +279,46 @@ class FileLanes(Lanes):
                 done = os.pwrite(self.file, rest, offset)
             elif not (done := os.preadv(self.file, [rest], offset)):
                 raise OSError(f"the file of the state ends at {offset}, within a tensor.")
-            # The system may move less than it was asked for (2 GiB at most on Linux).
+            # The system may transfer less than requested (2 GiB at most on Linux).
             rest, offset = rest[done:], offset + done
         if not self.keep_cached:
             if write:
-                # Pages that are not written back yet cannot be dropped.
+                # Dirty pages cannot be dropped.
                 os.fdatasync(self.file)
             os.posix_fadvise(self.file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
 
 class HostState(StateBuffers):
-    """The host memory of parameters and optimizer state.
+    """Parameters and optimizer state in a file.
 
-    A tensor there is a shared mapping of its part of the file: whoever reads it (state_dict,
-    evaluation, gradient clipping) sees values, and its pages belong to the page cache, which the
-    system takes back when memory is short. What an op needs is read from the file into memory, and
-    written back. Updates may be made in place, through the mapping: then nothing is copied for
-    them, and the pages that they touch become resident, of the page cache.
+    A tensor there is a shared mapping of its part of the file: any reader (state_dict, evaluation,
+    gradient clipping) sees its values, and its pages belong to the page cache, which the system
+    reclaims when memory is short. What an op needs is read from the file into memory, and written
+    back. Updates may be made in place, through the mapping: then nothing is copied for them, and
+    the pages that they touch become resident in the page cache.
 
     Parameters
     ----------
     where
-        A folder, in which a file without a name is made: it goes with the process. Default: the
-        folder of temporary files.
+        A folder, in which an unnamed file is created, which disappears with the process. Default:
+        the folder for temporary files.
     keep_cached
-        Whether the system may keep what was read and written in its page cache, as it does with any
-        file. False drops it at once: a step then waits for the disk each time, and takes no memory
-        from others.
+        Whether the system may keep what was read and written in its page cache, as for any file.
+        False drops it immediately: a step then waits for the disk each time, and takes no memory
+        from other processes.
     in_place
-        Whether updates are made where parameters and state lie. Default (None): where the system
-        may keep the file in its page cache, and has memory for all of it now. Otherwise they are
-        read, updated and written.
+        Whether parameters and state are updated in place. Default (None): if the system may keep
+        the file in its page cache, and currently has memory for all of it. Otherwise they are read,
+        updated and written.
     update
-        When parameters are updated. `step`: by `optimizer.step()`, as ever; each gradient is
+        When parameters are updated. `step`: by `optimizer.step()`, as usual; each gradient is
         written to the host as soon as it is complete, one parameter is updated after the other, and
-        clipping, loss scalers and accumulation work on `.grad`. `backward`: each parameter in the
-        backward pass, which moves less; what would use `.grad` raises PlanError.
+        clipping, loss scalers and accumulation work with `.grad`. `backward`: each parameter in the
+        backward pass, which copies less; anything that needs `.grad` raises PlanError.
 
     Notes
     -----
-    Space is reserved when a tensor is placed, so a full disk is an error then and not in a step.
+    Space is reserved when a tensor is placed, so a full disk raises then and not during a step.
     """
 
     def __init__(
@@ -339,7 +338,7 @@ class HostState(StateBuffers):
             )
         self.where, self.device = str(folder), torch.device("cpu")
         self.file, name = tempfile.mkstemp(prefix="sn_memory", dir=folder)
-        # Without a name it goes with the process, however that ends.
+        # Unnamed, so that it disappears with the process, however that ends.
         os.unlink(name)
         weakref.finalize(self, os.close, self.file)
         self.keep_cached, self.in_place = keep_cached, in_place
@@ -353,7 +352,7 @@ class HostState(StateBuffers):
         return self._end
 
     def lanes(self) -> Lanes:
-        """Return what copies between the file and memory."""
+        """Return the lanes of copies between the file and memory."""
         return FileLanes(self.file, self.files, keep_cached=self.keep_cached)
 
     def updater(self, nbytes: int) -> str:
@@ -369,7 +368,7 @@ class HostState(StateBuffers):
         assert buffer is not None
         block, lanes, seconds = buffer.block, self.engine.lanes, []
         for copy in (lambda: lanes.leave(tensor, block), lambda: lanes.arrive(block, tensor, None)):
-            # The first time pages of the file are made; later steps find them.
+            # The first write allocates pages of the file, which later steps find.
             tries = []
             for _ in range(_PROBES):
                 began = time.perf_counter()
@@ -379,17 +378,17 @@ class HostState(StateBuffers):
         return _PROBE_BYTES / seconds[0], _PROBE_BYTES / seconds[1]
 
     def let_go(self) -> None:
-        """Take no memory of this process for what lies here, until somebody reads it.
+        """Release this process's memory for the state, until it is read again.
 
-        Pages that were touched, as by initialising a model, are the file's alone from then on.
+        Pages that were touched, e.g. by initialising a model, then only belong to the file.
         """
         for memory in self._mappings:
             memory.madvise(mmap.MADV_DONTNEED)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return a block of the file, of zeros."""
+        """Return a zeroed block of the file."""
         offset, reserved = self._end, -(-max(nbytes, 1) // _PAGE) * _PAGE
-        # A full disk is an error here, and no SIGBUS when a page is touched later.
+        # So a full disk raises here, instead of a SIGBUS when a page is touched later.
         os.posix_fallocate(self.file, offset, reserved)
         self._end = offset + reserved
         memory = mmap.mmap(self.file, reserved, offset=offset)

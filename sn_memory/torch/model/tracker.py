@@ -1,9 +1,9 @@
-"""How many bytes are really held while something runs, seen by torch's ops or by its allocator.
+"""Measure the bytes held while something runs, by torch's ops or by its allocator.
 
-torch counts memory on CUDA devices only, and a process's size says little. StorageTracker, a
-dispatch mode, sees each storage that a call returns and notes when it dies; what a kernel uses
-inside is not seen. Compiled code allocates its buffers without the dispatcher; AllocationTracker
-asks the CPU allocator, which reports all it allocates and frees to a profiler.
+torch counts memory only on CUDA devices, and a process's size says little. StorageTracker, a
+dispatch mode, sees each storage that a call returns and when it is freed; it does not see memory
+used inside kernels. Compiled code allocates its buffers without the dispatcher; AllocationTracker
+uses the CPU allocator, which reports all allocations and frees to a profiler.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..target.accelerator import asked_for_device, is_apart, memory_of, synchron
 from .sharded import pieces
 from .signature import storage_sizes
 
-# Of a call: its overload, its arguments by place and by name, and its results.
+# Called with a call's overload, positional and keyword arguments, and results.
 Scratch = Callable[[Any, tuple[Any, ...], dict[str, Any], Any], int]
 
 
@@ -38,26 +38,26 @@ class StorageTracker(TorchDispatchMode):
     Parameters
     ----------
     known
-        Tensors that are there already; counted from the start.
+        Existing tensors; counted from the start.
     device
-        Storages elsewhere are not counted; None counts all.
+        Only storages on this device are counted; None counts all.
     allocator
         How sizes are rounded, as in Graph.
     ignored
         Tensors whose storages are never counted.
     heard
-        Called after each call with the live bytes then.
+        Called after each call with the live bytes at that time.
     scratch
-        Returns what a call takes while it runs, by its overload, arguments and results.
+        Returns the scratch bytes of a call, from its overload, arguments and results.
     moved
         Called with the key and the bytes of a storage when it is counted, and with 0 bytes when it
-        is gone; keys of those that are gone come again.
+        is freed; keys of freed storages are reused.
 
     Attributes
     ----------
     start_bytes, live_bytes, peak_bytes
         At the start, now, and the most so far. Sampled after each call, when its arguments and
-        results are all there.
+        results are all live.
     peak_op
         The call that reached the peak.
 

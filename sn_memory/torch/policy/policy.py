@@ -1,10 +1,10 @@
-"""checkpoint_policy: what each block saves within a budget, for torch's own checkpointing.
+"""checkpoint_policy: choose what each block saves within a budget, for torch's checkpointing.
 
-A plan of ops needs an executor that runs it. Without one there is torch's selective checkpointing:
-blocks run again in the backward pass, but for results that a policy names. It composes with eager
+A plan of ops needs our executor. An alternative is torch's selective checkpointing: blocks are
+recomputed in the backward pass, except for results that a policy names. It composes with eager
 torch, torch.compile, FSDP2 and tensor parallelism. It cannot reorder, recompute a single value or
-offload one, so its peak is not that of a plan of ops: it is predicted by running torch's executor
-itself on tensors without values.
+offload one, so its peak is not that of a plan of ops: it is predicted by running torch's own
+executor on tensors without values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .predict import Saved, Selection, Step, Stretch, context_fn, predicted, sha
 from .watch import OF_CACHE, watch
 
 _ROWS = (torch.nn.Sequential, torch.nn.ModuleList)
-# They have no forward that could run again.
+# They have no forward that could be rerun.
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
@@ -96,24 +96,24 @@ def _inside(path: str, other: str) -> bool:
 
 @dataclass(frozen=True)
 class SelectivePolicy:
-    """What each block of a model saves; plain data but for `wrap` and `context_fn`.
+    """What each block of a model saves; plain data, except `wrap` and `context_fn`.
 
     Attributes
     ----------
     saved
-        Per block that runs again, by path: of each op, by name, the numbers of the calls whose
-        results are saved. Calls count from 0 at the start of the block; ops of a dropout do not.
+        Per recomputed block, by path: for each op, by name, the numbers of the calls whose results
+        are saved. Calls count from 0 at the start of the block; ops of a dropout do not count.
     kept
-        Blocks that do not run again.
+        Blocks that are not recomputed.
     budget_bytes, peak_bytes
-        What was asked for, and what a step with this policy holds at most.
+        The budget, and the peak of a step with this policy.
     baseline_peak_bytes
-        What it holds without.
+        The peak without the policy.
     smallest_peak_bytes
-        What it holds where nothing is saved: the least that these blocks can do, but for the states
-        of the generator that second runs of dropout keep in a compiled step.
+        The peak if nothing is saved: the smallest for these blocks, except for the generator states
+        that reruns of dropout keep in a compiled step.
     rerun_s, forward_s
-        Seconds of all ops that run again, and of one forward pass, run eagerly.
+        Seconds of all recomputed ops, and of one forward pass, run eagerly.
     compiled
         Whether the peaks are of the step that torch.compile makes, or of the eager one.
     """
@@ -131,7 +131,7 @@ class SelectivePolicy:
 
     @property
     def key(self) -> str:
-        """Stands for the policy in the cache of torch.compile: the same in every process."""
+        """The policy's key in torch.compile's cache, the same in every process."""
         return _key(self.saved)
 
     def context_fn(self, block: str) -> Any:
@@ -144,7 +144,7 @@ class SelectivePolicy:
         return context_fn(self.saved[block], f"{self.key}/{block}")
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Put torch's checkpoint wrapper around each block that runs again; return the model.
+        """Put torch's checkpoint wrapper around each recomputed block; return the model.
 
         The model is changed; names of parameters and the state dict are not. Wrap before
         `fully_shard` and torch.compile.
@@ -152,7 +152,7 @@ class SelectivePolicy:
         return _wrapped(model, self.saved, self.key)
 
     def sharded_peak_bytes(self, model: torch.nn.Module, ranks: int) -> int:
-        """Return what a rank holds at most where FSDP2 shards each block, and the rest as one.
+        """Return the peak of a rank if FSDP2 shards each block, and the rest as one unit.
 
         model : not yet sharded, and not wrapped. Parameters, gradients and their reduction are of
         one type. The state of an optimizer is not in it.
@@ -212,34 +212,34 @@ def checkpoint_policy(
     optimizer: Any = None,
     compiled: bool = False,
 ) -> SelectivePolicy:
-    """Return the selective-checkpoint policy that keeps a budget and runs least again.
+    """Return the selective-checkpoint policy that keeps a budget and recomputes least.
 
     Parameters
     ----------
     model, sample
-        As in `trace`; nothing is allocated but for timing ops. The model is left as it was.
+        As in `trace`; nothing is allocated except for timing ops. The model is left as it was.
     budget
         The most live bytes of a step: a number, "6GiB", or "60%" of the peak without a policy.
         Parameters, gradients, the input and kernels' scratch count, the latter measured with
         `profile` or `compiled`, else by an upper rule. The generator's state that torch
         keeps for each block does not count: 5 KB on the CPU.
     blocks
-        Paths, classes or modules that may run again, none within another. None takes the rows
-        (Sequential, ModuleList) of modules that have modules: the outermost and the innermost are
-        tried.
+        Paths, classes or modules that may be recomputed, none within another. None takes the items
+        of a Sequential or ModuleList that have modules themselves: the outermost and the innermost
+        are tried.
     profile, device, optimizer
         As in `trace`.
     compiled
-        The budget is of the step that torch.compile makes, which holds less than the eager one.
-        It is compiled and run once for up to six choices.
+        The budget applies to the compiled step, which holds less than the eager one. It is compiled
+        and run once for up to six choices.
 
     Raises
     ------
     TraceError
-        For a model that cannot be run on tensors without values, or that has no block that may run
-        again; with `compiled`, for one that torch.compile does not take as one graph.
+        For a model that cannot be run on tensors without values, or without a block that may be
+        recomputed; with `compiled`, for one that torch.compile does not take as one graph.
     BudgetError
-        If the budget is less than these blocks can do; carries the smallest peak found.
+        If these blocks cannot keep the budget; carries the smallest peak found.
 
     Examples
     --------

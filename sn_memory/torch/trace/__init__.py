@@ -2,6 +2,6 @@
 
 It imports `model`, `target` and the core.
 
-`trace` of this package is also a function: write `from sn_memory.torch.trace import capture`, as
-`sn_memory.torch.trace.capture` would look into the function.
+`sn_memory.torch.trace` is also a function: write `from sn_memory.torch.trace import capture`, as
+`sn_memory.torch.trace.capture` would be an attribute of the function.
 """

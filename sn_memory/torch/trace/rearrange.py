@@ -1,13 +1,13 @@
-"""The recorded step, arranged so that it holds and computes no more than it must.
+"""Rearrange the recorded step so that it holds and computes no more than necessary.
 
-Autograd computes things nobody asks for under a trace. It adds gradients into new storages, as it
-cannot tell there that it holds the only reference; and passes a gradient through an elementwise
-function into a new one, though nobody needs the old one any more.
+Under a trace, autograd computes unused results. It sums gradients into new storages, as it cannot
+tell that it holds the only reference; and elementwise functions write their gradient to a new
+storage, although the old one is no longer needed.
 
-It also runs what a layer's backward pass computes as soon as it can. But the gradient of a
-parameter is wanted at the end only, and until then it may be larger than what it is computed from;
-a convolution's two gradients need not be computed while everything for both is there; and some
-calls are handed a tensor of which they read the shape alone.
+It also runs each part of a layer's backward pass as soon as possible. But the gradient of a
+parameter is only needed at the end, and until then it may be larger than what it is computed from;
+a convolution's two gradients need not be computed while the inputs of both are live; and some calls
+get a tensor of which they only read the shape.
 
 None of this changes a bit of any result: the same kernels run on the same numbers.
 """
@@ -34,8 +34,8 @@ from .record import (
 )
 
 _aten = torch.ops.aten
-# Elementwise calls, with the overload that writes over the first argument, and the name under which
-# that one wants to be told where to write.
+# Elementwise calls, with the overload that can write over the first argument, and the name of its
+# argument for the destination.
 IN_PLACE: dict[Any, tuple[Any, str | None]] = {
     _aten.add.Tensor: (_aten.add_.Tensor, None),
     _aten.mul.Tensor: (_aten.mul_.Tensor, None),
@@ -49,8 +49,8 @@ IN_PLACE: dict[Any, tuple[Any, str | None]] = {
         )
     },
 }
-# Which argument is read for its shape alone, on the devices below; with a convolution, by a call
-# for the gradient of its input only.
+# The argument of which only the shape is read, on the devices below; for a convolution, only by a
+# call for the gradient of its input.
 _SHAPE_ONLY: dict[Any, int] = {
     CONVOLUTION_BACKWARD: 1,
     _aten.max_pool2d_with_indices_backward.default: 1,
@@ -63,21 +63,21 @@ _DEVICES = ("cpu", "cuda")
 
 
 def separate_sums(captured: Captured) -> Captured:
-    """Return a step that leaves it to autograd to add the gradients of an input up.
+    """Return a step that lets autograd sum the gradients of an input.
 
-    A part of a larger step may share an input with others. Theirs come first then, and a sum is
-    rounded by its order: one gradient after the other is added, not the sum of this part.
+    A part of a larger step may share an input with other parts. Their gradients come first then,
+    and rounding depends on the order: gradients are added one by one, not as the sum of this part.
     """
     calls = captured.recording.calls
     maker = {storage: at for at, call in enumerate(calls) for storage in call.makes}
-    # Per argument, not per call: x + x has two uses of x. One that another input is given stays.
+    # Per argument, not per call: x + x has two uses of x. A sum for another input stays.
     uses = Counter(view.storage for call in calls for view in call.views)
     uses.update(storage for call in calls for storage in call.writes)
     uses.update(view.storage for _, view in captured.gradients if view is not None)
     dropped: set[int] = set()
 
     def addends(gradient: View) -> list[View]:
-        """Return what a gradient is the sum of, in the order in which autograd added it up."""
+        """Return the terms of a gradient, in the order in which autograd added them."""
         later: list[View] = []
         while True:
             at = maker.get(gradient.storage, -1)
@@ -107,7 +107,7 @@ def separate_sums(captured: Captured) -> Captured:
 
 
 def owned(captured: Captured) -> set[int]:
-    """Storages that somebody holds beyond the calls: what is given, handed out or handed in."""
+    """Storages that are held outside of the calls: inputs, outputs, and gradients passed in."""
     views = [view for _, view in captured.gradients if view is not None]
     views += captured.output_gradients
     return captured.returned | {view.storage for view in views} | set(captured.recording.roles)
@@ -123,11 +123,11 @@ def last_uses(recording: Recording) -> list[int]:
 
 
 def without_unused(captured: Captured) -> Captured:
-    """Leave calls out whose results nobody reads; those that draw or write stay."""
+    """Drop calls whose results nothing reads; keep those that draw or write."""
     needed = owned(captured)
     kept: list[Call] = []
     boundary = captured.boundary
-    # From the back: whether a call is read is known by then.
+    # From the back, so that the readers of a call's results are already known.
     for at in reversed(range(len(captured.recording.calls))):
         call = captured.recording.calls[at]
         idle = call.makes and not call.writes and not call.random
@@ -141,10 +141,11 @@ def without_unused(captured: Captured) -> Captured:
 
 
 def _rounds_alike(call: Call) -> bool:
-    """Whether a kernel that writes over its first argument rounds as one that writes elsewhere.
+    """Whether a kernel that writes over its first argument rounds like one that writes elsewhere.
 
-    Each number is one sum, product or quotient of real ones, or all tensors lie alike, so that any
-    kernel walks through them in one way: a vector's lanes may round otherwise than one number does.
+    Either each number is a single sum, product or quotient of real ones, or all tensors have the
+    same layout, so that any kernel iterates in the same way: vector lanes may round differently
+    from scalar code.
     """
     arithmetic = call.target in (_aten.add.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
     out = call.outputs[0]
@@ -153,14 +154,14 @@ def _rounds_alike(call: Call) -> bool:
 
 
 def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
-    """Write sums, products and elementwise gradients over a gradient, where that is its last use.
+    """Write sums, products and elementwise gradients over a gradient at its last use.
 
-    The same kernel runs on the same numbers; only where it writes differs. With `sums_only` it is
-    what autograd does without a trace.
+    The same kernel runs on the same numbers; only the destination differs. With `sums_only`, this
+    is what autograd does without a trace.
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
-    # Per storage of a result that is written over an argument now, the storage of that argument.
+    # Per storage of a result that is now written over an argument, the storage of that argument.
     heir: dict[int, int] = {}
     made_backward: set[int] = set()
 
@@ -193,12 +194,12 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
             first, *others = call.flat
             out = call.outputs[0]
             summed = call.target is _aten.add.Tensor and isinstance(others[0], View)
-            # What the forward pass made may be dropped and made again, unless it is written over.
+            # Results of the forward pass may be dropped and rebuilt, unless they are overwritten.
             ours = not sums_only and isinstance(first, View) and first.storage in made_backward
             may = summed or (ours and _rounds_alike(call))
             if may and isinstance(first, View) and out and gives_way(first, others, out, at):
                 heir[out.storage] = first.storage
-                # It lives on as the result does.
+                # It stays live as long as the result.
                 last[first.storage] = last[out.storage]
                 if out.storage in held:
                     held.add(first.storage)
@@ -212,7 +213,7 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
 
 
 def _over(call: Call, first: View) -> Call:
-    """Return a call as one that writes its result over its first argument."""
+    """Return the call that writes the result over the first argument."""
     target, place = IN_PLACE[call.target]
     flat, spec = call.flat, call.spec
     if place is not None:
@@ -231,9 +232,9 @@ def _over(call: Call, first: View) -> Call:
 
 
 def split_conv_backward(captured: Captured) -> Captured:
-    """Make two calls of each `convolution_backward`: weight and bias first, then the input.
+    """Split each `convolution_backward` into two calls: weight and bias first, then the input.
 
-    Its kernels are separate ones inside; as one call it holds its input until both have run.
+    Internally these are separate kernels; as one call it holds its input until both have run.
     """
     calls: list[Call] = []
     for call in captured.recording.calls:
@@ -252,15 +253,15 @@ def split_conv_backward(captured: Captured) -> Captured:
 
 
 def defer_weight_grads(captured: Captured) -> Captured:
-    """Compute gradients of parameters last where they are larger than what they are made of.
+    """Compute gradients of parameters last if they are larger than what they are computed from.
 
-    Only those that nothing else reads, of arguments that nothing writes over until then. An
-    argument that another such call keeps already counts for nothing.
+    Only those that nothing else reads, from arguments that nothing overwrites until then. Arguments
+    that another such call already keeps cost nothing.
     """
     recording, held = captured.recording, owned(captured)
     calls, last = recording.calls, last_uses(recording)
     final = {view.storage for _, view in captured.gradients if view is not None}
-    # A gradient that is an input of the step is made by no call.
+    # A gradient that is an input of the step is not made by a call.
     final -= set(recording.roles)
     written = {storage: at for at, call in enumerate(calls) for storage in call.writes}
     wanted = [
@@ -275,7 +276,7 @@ def defer_weight_grads(captured: Captured) -> Captured:
     late: set[int] = set()
     kept: set[int] = set(held)
     before = -1
-    # What one such call keeps costs the next one nothing, so more may pay.
+    # Arguments kept by one call cost the next one nothing, so more may pay off.
     while len(late) > before:
         before = len(late)
         for at in wanted:
@@ -290,11 +291,12 @@ def defer_weight_grads(captured: Captured) -> Captured:
 
 
 def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Captured:
-    """Add each gradient of a parameter to one that is there, and hold it no longer.
+    """Add each gradient of a parameter to the existing one, and free it.
 
-    As soon as no other call needs it or the parameter: autograd hands it over then, and a hook may
-    change either. So the call counts as one that changes the parameter, too. With `early_update`
-    none is there: a hook adds the gradient to the parameter itself, by the optimizer's rule.
+    As soon as no other call needs it or the parameter: autograd accumulates it then, and a hook may
+    change either. So the call counts as one that changes the parameter as well. With
+    `early_update` there is no existing gradient: a hook updates the parameter with it, by the
+    optimizer's rule.
     """
     recording = captured.recording
     calls, last = recording.calls, last_uses(recording)
@@ -317,7 +319,7 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
         at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
         add, writes = _aten.add_.Tensor, tuple(dict.fromkeys((target.storage, own.storage)))
         summed = Call(add, tuple(flat), spec, (target,), (), writes, "backward", False, name)
-        # Numbered by the parameter, above all calls: the name is the same wherever the sum stands.
+        # Numbered by parameter, after all calls, so that its name does not depend on its place.
         after.setdefault(at, []).append((len(calls) + place, summed))
     numbered = list(after.get(-1, ()))
     for at, pair in enumerate(zip(captured.numbers or range(len(calls)), calls, strict=True)):
@@ -330,10 +332,10 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
 
 
 def replace_shape_only_inputs(captured: Captured) -> Captured:
-    """Hand a call that reads the shape of an argument alone something else of that shape.
+    """Pass another tensor to a call that only reads the shape of an argument.
 
-    That is memory which is there anyway: another argument of the call, a parameter, or a gradient
-    that was made before and is read after.
+    One that is live anyway: another argument of the call, a parameter, or a gradient that was made
+    before and is read later.
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
@@ -347,7 +349,7 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
             others = [
                 *values_read(call),
                 *parameters,
-                # What is used here for the last time is another argument, or the one to be let go.
+                # A storage last used here is another argument, or the one to be replaced.
                 *sorted(storage for storage in live if last[storage] != at),
             ]
             call = _substituted(recording, call, place, others)
@@ -359,7 +361,7 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
 
 
 def place_of_shape(call: Call) -> int | None:
-    """Place among the flat arguments of the tensor whose shape alone is read; None for none."""
+    """Position among the flat arguments of the tensor of which only the shape is read; or None."""
     place = _SHAPE_ONLY.get(call.target)
     if place is None or not isinstance(call.flat[place], View):
         return None
@@ -372,7 +374,7 @@ def place_of_shape(call: Call) -> int | None:
 
 
 def values_read(call: Call) -> list[int]:
-    """Return the storages of arguments of which more is read than the shape."""
+    """Return the storages of arguments whose values are read, not only their shapes."""
     shape = place_of_shape(call)
     places = enumerate(call.flat)
     return [arg.storage for at, arg in places if isinstance(arg, View) and at != shape]
