@@ -443,7 +443,7 @@ class Tensor:
             self.size, self.exponent, self.held = size, exponent_of(mean), None
             self.summable = TensorState.of(size.part(), times_power(mean, -self.exponent))
         if self.owed is not None:
-            self.replace(self.owed)
+            self.replace(asarray_like(self.owed, self.summable.memory))
         self.mean = self.owed = self.earlier = self.proposed = None
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from sn_compress.arrays import asarray_like
 from sn_compress.codecs import fft
 from sn_compress.collective import Gradient
 from sn_compress.engine import payloads
@@ -94,7 +95,7 @@ def carried(each):
         return came
     sizes = each[0].sizes or [words[0].size] * len(words)
     assert [own.size for own in words] == list(sizes)
-    joined = np.concatenate(words) if kind == "gather" else np.add.reduce(words)
+    joined = np.concatenate(words) if kind == "gather" else sum(words[1:], words[0])
     return [joined.copy() for _ in words]
 
 
@@ -130,8 +131,9 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
     for place in range(len(ways[0].dense)):
         sent = [e.dense_values(way.dense[place]) for e, way in zip(all_, ways, strict=True)]
         for way, engine in zip(ways, all_, strict=True):
-            way.dense[place].values[:] = np.mean(sent, axis=0)
-            engine.learn(way.dense[place].name, way.dense[place].values)
+            gradient = way.dense[place]
+            gradient.values[:] = asarray_like(np.mean(sent, axis=0), gradient.values)
+            engine.learn(gradient.name, gradient.values)
     for place in range(len(ways[0].plain)):
         plain = [np.asarray(way.plain[place].values) for way in ways]
         mean = np.mean(plain, axis=0)

@@ -300,6 +300,20 @@ def test_memories_of_unused_parameters_wait_in_dense_steps_and_behind_them():
         alike([engine.residual("wide") for engine in both], owed)
 
 
+def test_a_memory_that_waited_on_one_rank_in_a_dense_step_goes_on_in_torch_as_in_numpy():
+    """There the memory was an array of NumPy, and the mean that directions begin from a tensor."""
+    each = [engines(LowRankCompression.using(ratio=8, warmup=1, every=2)) for _ in range(2)]
+    for seed in range(4):
+        means = []
+        for both, make in zip(each, (np.asarray, torch.from_numpy), strict=True):
+            values = noise(seed)
+            if seed == 2:
+                values[1]["wide"][:] = 0
+            step(both, values, make=make)
+            means.append(values[0])
+        alike(*means)
+
+
 def test_what_the_tuner_gives_up_leaves_with_a_plain_gradient_once():
     both, owed = given_up()
     unused(both)
