@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from sessions import dense, exchange, exchange_all, rounds_of, run, total_of
+from rounds import all_reduce
+from sessions import dense, exchange, exchange_all, rounds_of, run
 
 from sn_compress.allreduce.allocate import (
     Allocation,
@@ -80,7 +81,7 @@ def test_the_largest_number_of_ranks_does_not_overflow():
 
 
 def test_damaged_sizes_are_an_error():
-    words = total_of([encode_sizes(SIZES, ranks=3, rank=rank) for rank in range(3)])
+    words = sum(encode_sizes(SIZES, ranks=3, rank=rank) for rank in range(3))
     for place, bit in itertools.product(range(words.size), range(32)):
         total = words.copy()
         total.view(np.uint32)[place] ^= np.uint32(1 << bit)
@@ -92,14 +93,14 @@ def test_sizes_that_ranks_cannot_mean_are_refused():
     first = encode_sizes(SIZES, ranks=2, rank=0)
     other = encode_sizes({**SIZES, "thin": Allocation((48, 64), 7)}, ranks=2, rank=1)
     with pytest.raises(CompressError, match="ranks allocate different tensors"):
-        decode_sizes(total_of([first, other]), SHAPES, ranks=2)
+        decode_sizes(first + other, SHAPES, ranks=2)
     with pytest.raises(PayloadError, match="0 ranks replied"):
         decode_sizes(np.zeros_like(first), SHAPES, ranks=2)
     with pytest.raises(CompressError, match="got 9 words of sizes; expected 5"):
         decode_sizes(first, {"thin": (64, 48)}, ranks=2)
     # Two that say they are rank 0: their sizes add up to what no tensor has.
     with pytest.raises(PayloadError, match="1 were received"):
-        decode_sizes(total_of([first, first]), SHAPES, ranks=2)
+        decode_sizes(first + first, SHAPES, ranks=2)
     with pytest.raises(CompressError, match="expected 0 to 1"):
         encode_sizes(SIZES, ranks=2, rank=2)
 
@@ -170,7 +171,7 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
             proposed = []
             tensors = [own.tensors[name] for own in sessions]
             means, seen = run(rounds, begun=partial(note_proposed, tensors, proposed))
-            assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
+            assert len({np.asarray(mean).tobytes() for mean in means}) == 1
             (size,) = {own.tensors[name].size for own in sessions}
             if turn in (1, 5):
                 assert size == proposed[0]
@@ -204,7 +205,7 @@ def test_where_the_first_rank_has_joined_the_next_one_decides(disturbed):
     dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
     rounds = rounds_of(sessions, "wide", [it["wide"] for it in gradients_of(rng, 3, shapes)])
     second = []
-    run(rounds, joined=(0,), begun=partial(note_proposed, [sessions[1].tensors["wide"]], second))
+    run(rounds[1:], begun=partial(note_proposed, [sessions[1].tensors["wide"]], second))
     assert [own.tensors["wide"].size for own in sessions[1:]] == second * 2
 
 
@@ -225,11 +226,11 @@ def test_what_is_sent_is_what_the_caller_handed_over(disturbed):
         ]
         for own in sessions:
             own.tensors["wide"].proposed = Allocation((30, 200), 6)
-        total = total_of([next(each)[0].words for each in rounds])
+        totals = all_reduce([next(each)[0].words for each in rounds])
         if spoil:
             for values in lent:
                 values["wide"][:] = 7
-        words = [each.send([total])[0].words for each in rounds]
+        words = [r.send([total])[0].words for r, total in zip(rounds, totals, strict=True)]
         found.append([np.asarray(each).tobytes() for each in words])
     assert found[0] == found[1]
 

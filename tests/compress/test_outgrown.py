@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sessions import exchange_all, total_of
+from sessions import exchange_all
 from test_choose import dense_step, sessions_of
 
 from sn_compress.allreduce.allocate import (
@@ -148,11 +148,11 @@ def test_a_tensor_that_holds_as_much_as_others_is_not_outgrown():
 
 def test_more_than_half_of_the_ranks_that_speak_decide():
     said = [votes([True, True, False]), votes([True, False, False]), votes([True, False, False])]
-    assert majority(total_of(said), 3) == [True, False, False]
-    assert majority(total_of(said[:2]), 3) == [True, False, False]  # the third has joined
+    assert majority(sum(said), 3) == [True, False, False]
+    assert majority(sum(said[:2]), 3) == [True, False, False]  # the third has joined
     for place in range(5):
         for bit in range(32):
-            total = total_of(said)
+            total = sum(said)
             total.view(np.uint32)[place] ^= np.uint32(1 << bit)
             with pytest.raises(PayloadError, match="votes on sizes"):
                 majority(total, 3)

@@ -112,7 +112,7 @@ def test_the_rows_sent_are_those_named_and_whoever_owes_most_names_the_next():
     group = Ranks([Rows([(60, 5)], [3])], 4)
     named = set()
     for _ in range(20):
-        results, _ = group.step(chance(rng, 4, [(60, 5)], 0.2))
+        results = group.step(chance(rng, 4, [(60, 5)], 0.2))
         mean, state = results[0].mean[0], results[0].state
         sent = set(np.flatnonzero(state["0.age"] == 1))
         assert len(sent) == 3 * 4

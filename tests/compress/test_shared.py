@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import sessions as ranks_of
+from rounds import all_reduce, drive
 from samples import alike
 
 from sn_compress.allreduce.allocate import Allocation, words_of
@@ -31,7 +32,7 @@ def step(parts, values, decay=1.0):
     """One exchange among parts that are ranks 0, 1, ...: their results."""
     pairs = enumerate(zip(parts, values, strict=True))
     each = [rounds(p, v, ranks=len(parts), rank=r, decay=decay) for r, (p, v) in pairs]
-    return list(ranks_of.run(each)[0].values())
+    return ranks_of.run(each)[0]
 
 
 def of(part):
@@ -253,14 +254,14 @@ def test_a_damaged_sum_is_an_error_and_changes_nothing(kind):
     for turn in range(30):
         before = part.state_dict()
         values = gradients(rng, 1)[0]
-        steps = rounds(part, values, ranks=1, rank=0)
-        words = next(steps)
-        if turn % 2 and part.part.rounds == 2:
-            words = steps.send(words)
-        words = words.copy()
-        words[rng.integers(words.size)] ^= np.int32(1 << rng.integers(31))
+        spoilt = turn % part.part.rounds
+
+        def combine(round_, words, spoilt=spoilt):
+            flip = rng.integers(words[0].size), rng.integers(31)
+            return all_reduce(words, flip if round_ == spoilt else None)
+
         with pytest.raises(PayloadError, match="corrupt in transit"):
-            steps.send(steps.send(words))
+            drive([rounds(part, values, ranks=1, rank=0)], combine)
         alike(part.state_dict(), before)
         # And a step that is begun anew is as if there had been none before.
         assert (step([part], [values])[0] == step([twin], [values])[0]).all()

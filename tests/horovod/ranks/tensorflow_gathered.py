@@ -1,7 +1,6 @@
 """One rank: FFTCompression in TensorFlow's graphs, one function a case."""
 
 import sys
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -32,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
 
 from counted import SHAPES
 from engines import carried
+from rounds import drive
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
@@ -159,12 +159,7 @@ def exchanged(engines, values):
         )
         for rank, (engine, own) in enumerate(zip(engines, values, strict=True))
     ]  # fmt: skip
-    asked = [next(each)[0] for each in rounds]
-    while asked:
-        came, asked = carried(asked), []
-        for each, own in zip(rounds, came, strict=True):
-            with suppress(StopIteration):
-                asked.append(each.send([own.copy()])[0])
+    drive(rounds, lambda _, asked: [[own.copy()] for own in carried([it for (it,) in asked])])
     return values[0]
 
 
