@@ -77,10 +77,9 @@ class Ranks:
 
 def chance(rng, ranks, shapes, share=1.0):
     """Gradients by rank, then by tensor; of each a share of the rows is not zero."""
-    return [
-        [
-            (rng.standard_normal(shape) * (rng.random((shape[0], 1)) < share)).astype(np.float32)
-            for shape in shapes
-        ]
-        for _ in range(ranks)
-    ]
+
+    def drawn(rows, *others):
+        kept = rng.random((rows, *[1] * len(others))) < share
+        return (rng.standard_normal((rows, *others)) * kept).astype(np.float32)
+
+    return [[drawn(*shape) for shape in shapes] for _ in range(ranks)]

@@ -8,8 +8,14 @@ import numpy as np
 import torch
 from rounds import all_reduce, drive
 
+from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.arrays import namespace
 from sn_compress.collective import Gradient
+
+
+def sessions_of(ranks, **settings):
+    """A session for each rank."""
+    return [AllReduceExchange(**{"ratio": 20, "warmup": 1} | settings) for _ in range(ranks)]
 
 
 def by_hand(session, names, values, *, ranks, rank=None):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from bucket_ranks import Ranks, begin, bits, chance, new_state
+from bucket_ranks import LIBRARIES, Ranks, begin, bits, chance, new_state
 from rounds import drive_one
 from samples import alike
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -59,6 +59,30 @@ def test_libraries_share_every_bit_and_nothing_is_lost(method, ranks):
         # Each step rounds vectors of norm below |given| + |memory| a handful of times.
         norm = np.linalg.norm(given[at]) + max(np.linalg.norm(own[at]) for own in group.memories)
         assert np.linalg.norm(given[at] - got[at] - left) <= 8 * steps * 2**-24 * norm
+
+
+@every
+def test_a_state_begins_alike_in_libraries_and_a_bad_mean_changes_nothing(method):
+    bucket, rng = Bucket(METHODS[method]), np.random.default_rng(7)
+    (means,), states = chance(rng, 1, bucket.shapes), []
+    for make in LIBRARIES:
+        empty = new_state(bucket, make(np.zeros(1, np.float32)))
+        for bad in (0, np.nan, np.inf, -np.inf):
+            spoilt = [mean * 0 if bad == 0 else mean.copy() for mean in means]
+            for mean in spoilt:
+                mean[0, 0] = bad
+            alike(begin(bucket, empty, [make(mean) for mean in spoilt]), empty)
+        states.append(begin(bucket, empty, [make(mean) for mean in means]))
+    alike(*states)
+    for part, state in zip(bucket.parts, bucket._states(states[0]), strict=True):
+        louder = part.rescale(state, 4)  # by an octave, in quarters
+        scales = {"left", "right", "scales", "exponents"}
+        for name, value in state.items():
+            if name == "spread":
+                value = 2 * value
+            elif name in scales and not isinstance(part, Frequencies):
+                value = value + 4
+            alike(louder[name], value)
 
 
 @every

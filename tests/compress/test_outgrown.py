@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sessions import exchange_all
-from test_choose import dense_step, sessions_of
+from test_choose import dense_step, exact_sessions
 
 from sn_compress.allreduce.allocate import (
     VOTE,
@@ -52,7 +52,7 @@ class Gradients:
 
 def train(gradients, steps, ranks=2, sessions=None, like=np.asarray):
     """Which steps were dense for "late"; what each rank still has to send, over a gradient."""
-    sessions = sessions or sessions_of(ranks)
+    sessions = sessions or exact_sessions(ranks)
     dense, held = [], []
     for step in range(steps):
         values = [{n: like(it) for n, it in own.items()} for own in gradients.of_step()]
@@ -123,7 +123,7 @@ def test_ordinary_training_is_not_chosen_anew():
 
 def test_a_state_saved_between_vote_and_choice_goes_on_alike():
     dense, _, sessions = train(Gradients(30), VOTE + 1)
-    again = sessions_of(2)
+    again = exact_sessions(2)
     for own, each in zip(again, sessions, strict=True):
         own.load_state_dict(each.state_dict())
     assert dense == [0]
