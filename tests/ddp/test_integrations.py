@@ -226,12 +226,6 @@ def test_a_memory_of_other_names_is_refused(alone, names):
     assert not other.engine.shared.tensors
 
 
-def test_a_checkpoint_without_a_memory_is_said(alone, tmp_path):
-    state = CompressionState(SMALL, named_parameters=net().named_parameters())
-    with pytest.warns(UncalledWarning, match="which starts empty"):
-        attach.load(state, tmp_path)
-
-
 def test_going_back_to_a_checkpoint_without_a_memory_begins_anew(alone, tmp_path):
     for compression in (SMALL, FFTCompression.using(theta=Warmup(5, Constant(0.9)))):
         ddp = DistributedDataParallel(net())
