@@ -1,13 +1,14 @@
 """One rank: FFTCompression in TensorFlow's graphs, one function a case."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import cases
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from counted import SHAPES
+from engines import carried
+from rounds import drive
 from tensorflow_sized import LOW, PYTHON, graphs_of
 from tensors import (
     SIDE,
@@ -26,12 +27,6 @@ from sn_compress.schedule import Constant, Warmup
 from sn_compress.tensorflow import kernels
 from sn_compress.tensorflow import memory as memory_module
 from sn_compress.tensorflow.tape import memory_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
-
-from counted import SHAPES
-from engines import carried
-from rounds import drive
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
