@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from rounds import all_reduce, drive
 from samples import alike
 
 from sn_compress.allreduce.bucket import Bucket
@@ -14,16 +15,6 @@ LIBRARIES = [lambda array: np.array(array), lambda array: torch.from_numpy(np.ar
 
 def bits(array):
     return np.asarray(array).tobytes()
-
-
-def driven(rounds, total):
-    """One rank's words, round by round, and its result; total(round, words) comes back."""
-    words = [next(rounds)]
-    try:
-        while True:
-            words.append(rounds.send(total(len(words) - 1, words[-1])))
-    except StopIteration as end:
-        return words, end.value
 
 
 def new_state(bucket, like):
@@ -54,33 +45,24 @@ class Ranks:
         ]
 
     def step(self, gradients, joined=(), damage=None):
-        """One step. Returns the results by rank, without `joined`, and the sums that travelled.
+        """One step. Returns the results by rank, without `joined`.
 
         gradients : by rank, then by tensor
         damage : a round, a word and a bit of it that is turned
         """
         live = [rank for rank in range(self.ranks) if rank not in joined]
-        steps, sums, results = {}, [], {}
+        steps = []
         for rank in live:
             pairs = zip(self.memories[rank], gradients[rank], strict=True)
             matrices = [self.of[rank](m + g.reshape(m.shape)) for m, g in pairs]
-            steps[rank] = self.bucket.step(
-                self.states[rank], matrices, StepOptions(self.ranks, rank, exact=True)
-            )
-        words = {rank: next(one) for rank, one in steps.items()}
-        while words:
-            expected = (self.bucket.words(self.ranks)[len(sums)],)
-            assert {each.shape for each in words.values()} == {expected}
-            total = np.sum([np.asarray(each) for each in words.values()], axis=0, dtype=np.int32)
-            if damage is not None and damage[0] == len(sums):
-                total[damage[1]] ^= np.int32(1 << damage[2])
-            sums.append(total)
-            words = {}
-            for rank, one in steps.items():
-                try:
-                    words[rank] = one.send(self.of[rank](total))
-                except StopIteration as end:
-                    results[rank] = end.value
+            options = StepOptions(self.ranks, rank, exact=True)
+            steps.append(self.bucket.step(self.states[rank], matrices, options))
+
+        def combine(round_, words):
+            assert words[0].shape == (self.bucket.words(self.ranks)[round_],)
+            return all_reduce(words, damage[1:] if damage and damage[0] == round_ else None)
+
+        results = dict(zip(live, drive(steps, combine), strict=True))
         first = results[live[0]]
         for each in results.values():
             alike((each.state, each.mean), (first.state, first.mean))
@@ -90,15 +72,14 @@ class Ranks:
                 self.states[rank] = each.state
         for rank in joined:
             self.states[rank] = {n: self.of[rank](np.asarray(v)) for n, v in first.state.items()}
-        return results, sums
+        return results
 
 
 def chance(rng, ranks, shapes, share=1.0):
     """Gradients by rank, then by tensor; of each a share of the rows is not zero."""
-    return [
-        [
-            (rng.standard_normal(shape) * (rng.random((shape[0], 1)) < share)).astype(np.float32)
-            for shape in shapes
-        ]
-        for _ in range(ranks)
-    ]
+
+    def drawn(rows, *others):
+        kept = rng.random((rows, *[1] * len(others))) < share
+        return (rng.standard_normal((rows, *others)) * kept).astype(np.float32)
+
+    return [[drawn(*shape) for shape in shapes] for _ in range(ranks)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from rounds import drive
 
 from sn_compress.arrays import asarray_like
 from sn_compress.codecs import fft
@@ -141,9 +141,8 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
             own[:] = mean
     pairs = enumerate(zip(all_, ways, strict=True))
     rounds = [e.rounds(w.coded, ranks=ranks, rank=r) for r, (e, w) in pairs if w.coded]
-    with all_[0].seconds.coding():
-        asked = [next(each) for each in rounds]
-    while asked:
+
+    def combine(_, asked):
         results = [[] for _ in asked]
         for each in zip(*asked, strict=True):
             kinds.append(each[0].kind)
@@ -153,11 +152,10 @@ def step(all_, values, shapes=SHAPES, total=None, make=lambda values: values, sp
                 if spoil is not None and spoil[0] == len(kinds):
                     own[spoil[1] or own.size // 2] ^= 4
                 results[rank].append(torch.from_numpy(own) if torch.is_tensor(carry.words) else own)
-        asked = []
-        for each, own in zip(rounds, results, strict=True):
-            with suppress(StopIteration):
-                asked.append(each.send(own))
-        assert len(asked) in (0, ranks)
+        return results
+
+    with all_[0].seconds.coding():
+        drive(rounds, combine)
     for name in shapes:
         assert all(np.array_equal(raw(own[name]), raw(values[0][name])) for own in values), name
     return Travelled(named[0], kinds, received)

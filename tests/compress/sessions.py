@@ -6,9 +6,16 @@ from contextlib import suppress
 
 import numpy as np
 import torch
+from rounds import all_reduce, drive
 
+from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.arrays import namespace
 from sn_compress.collective import Gradient
+
+
+def sessions_of(ranks, **settings):
+    """A session for each rank."""
+    return [AllReduceExchange(**{"ratio": 20, "warmup": 1} | settings) for _ in range(ranks)]
 
 
 def by_hand(session, names, values, *, ranks, rank=None):
@@ -29,34 +36,21 @@ def only(rounds):
     return mean
 
 
-def total_of(words):
-    """The sum of all ranks' words."""
-    return np.sum([np.asarray(each) for each in words], axis=0, dtype=np.int32)
-
-
-def run(rounds, joined=(), begun=lambda: None):
+def run(rounds, begun=lambda: None):
     """Drive the ranks' rounds as an all-reduce would.
 
     begun : called when all have their first words, for which sizes are proposed
-    Returns the results by rank, without `joined`, and how many words travelled in each round.
+    Returns the results, and how many words travelled in each round.
     """
-    live = {rank: each for rank, each in enumerate(rounds) if rank not in joined}
-    words = {rank: next(each) for rank, each in live.items()}
-    begun()
     seen = []
-    while True:
-        (shape,) = {each.shape for each in words.values()}
-        seen.append(shape[0])
-        total, results = total_of(words.values()), {}
-        for rank, each in live.items():
-            try:
-                like = torch.from_numpy(total.copy()) if torch.is_tensor(words[rank]) else total
-                words[rank] = each.send(like)
-            except StopIteration as end:
-                results[rank] = end.value
-        if results:
-            assert len(results) == len(live)
-            return results, seen
+
+    def combine(number, words):
+        if number == 0:
+            begun()
+        seen.append(words[0].shape[0])
+        return all_reduce(words)
+
+    return drive(rounds, combine), seen
 
 
 def rounds_of(sessions, name, gradients):
@@ -69,7 +63,7 @@ def rounds_of(sessions, name, gradients):
 def exchange(sessions, name, gradients):
     """One tensor's exchange, of gradients by rank; see `run`. All get the same bits."""
     means, seen = run(rounds_of(sessions, name, gradients))
-    assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
+    assert len({np.asarray(mean).tobytes() for mean in means}) == 1
     return means, seen
 
 
@@ -82,7 +76,7 @@ def exchange_all(sessions, names, gradients):
             for rank, (own, values) in enumerate(zip(sessions, gradients, strict=True))
         ]
     )
-    for each in zip(*means.values(), strict=True):
+    for each in zip(*means, strict=True):
         assert len({np.asarray(mean).tobytes() for mean in each}) == 1
     return means, seen
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from rounds import drive
 
 from sn_compress import CompressError, FFTCompression, LowRankCompression
 from sn_compress.collective import Gradient
@@ -55,28 +56,21 @@ class Ranks:
         """Take all gradients through their rounds: what each rank raised, or None."""
         for engine, gradients in zip(self.engines, every, strict=True):
             engine.begin(gradients)
-        going = [
-            all_to_all.rounds(engine, place, gradients, lambda names: None)
-            for engine, place, gradients in zip(self.engines, self.places, every, strict=True)
-        ]
-        came, ended = [None] * self.ranks, []
-        while not ended:
-            sent = []
-            for rounds, each in zip(going, came, strict=True):
-                try:
-                    (carry,) = rounds.send(each)
-                    sent.append(carry.words.split(carry.splits))
-                except StopIteration:
-                    ended.append(None)
-                except Exception as error:  # noqa: BLE001, is compared
-                    ended.append(error)
-            assert not (ended and sent), "all ranks begin as many collectives"
-            if sent:
-                came = [[[own[rank] for own in sent]] for rank in range(self.ranks)]
-                for rank, own in enumerate(sent):
-                    mine = self.layout.nodes[self.places[rank].node]
-                    self.between += sum(8 * len(w) for at, w in enumerate(own) if at not in mine)
-        return ended
+
+        def rounds(*of):
+            try:
+                yield from all_to_all.rounds(*of, lambda names: None)
+            except Exception as error:  # noqa: BLE001, is compared
+                return error
+
+        def combine(_, carries):
+            sent = [carry.words.split(carry.splits) for (carry,) in carries]
+            for rank, own in enumerate(sent):
+                mine = self.layout.nodes[self.places[rank].node]
+                self.between += sum(8 * len(w) for at, w in enumerate(own) if at not in mine)
+            return [[[own[rank] for own in sent]] for rank in range(self.ranks)]
+
+        return drive([*map(rounds, self.engines, self.places, every)], combine)
 
 
 def mean_by_nodes(layout, values):

@@ -7,7 +7,8 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from sessions import dense, exchange, exchange_all, rounds_of, run, total_of
+from rounds import all_reduce
+from sessions import dense, exchange, exchange_all, rounds_of, run, sessions_of
 
 from sn_compress.allreduce.allocate import (
     Allocation,
@@ -18,7 +19,6 @@ from sn_compress.allreduce.allocate import (
     words_of,
 )
 from sn_compress.allreduce.bucket import Bucket
-from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.allreduce.methods.dense import Dense
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.rows import Rows
@@ -80,7 +80,7 @@ def test_the_largest_number_of_ranks_does_not_overflow():
 
 
 def test_damaged_sizes_are_an_error():
-    words = total_of([encode_sizes(SIZES, ranks=3, rank=rank) for rank in range(3)])
+    words = sum(encode_sizes(SIZES, ranks=3, rank=rank) for rank in range(3))
     for place, bit in itertools.product(range(words.size), range(32)):
         total = words.copy()
         total.view(np.uint32)[place] ^= np.uint32(1 << bit)
@@ -92,21 +92,21 @@ def test_sizes_that_ranks_cannot_mean_are_refused():
     first = encode_sizes(SIZES, ranks=2, rank=0)
     other = encode_sizes({**SIZES, "thin": Allocation((48, 64), 7)}, ranks=2, rank=1)
     with pytest.raises(CompressError, match="ranks allocate different tensors"):
-        decode_sizes(total_of([first, other]), SHAPES, ranks=2)
+        decode_sizes(first + other, SHAPES, ranks=2)
     with pytest.raises(PayloadError, match="0 ranks replied"):
         decode_sizes(np.zeros_like(first), SHAPES, ranks=2)
     with pytest.raises(CompressError, match="got 9 words of sizes; expected 5"):
         decode_sizes(first, {"thin": (64, 48)}, ranks=2)
     # Two that say they are rank 0: their sizes add up to what no tensor has.
     with pytest.raises(PayloadError, match="1 were received"):
-        decode_sizes(total_of([first, first]), SHAPES, ranks=2)
+        decode_sizes(first + first, SHAPES, ranks=2)
     with pytest.raises(CompressError, match="expected 0 to 1"):
         encode_sizes(SIZES, ranks=2, rank=2)
 
 
-def sessions_of(ranks, **settings):
-    """A session for each rank; the last product has the same bits in NumPy and in torch."""
-    sessions = [AllReduceExchange(**{"ratio": 20, "warmup": 1, **settings}) for _ in range(ranks)]
+def exact_sessions(ranks, **settings):
+    """The last product has the same bits in NumPy and in torch."""
+    sessions = sessions_of(ranks, **settings)
     for own in sessions:
         own.exact = True
     return sessions
@@ -157,7 +157,7 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
     ranks = 4
     noise = {"wide": (30, 200), "tall": (200, 30), "square": (80, 75)}
     shapes = {"table": (800, 32), "thin": (64, 48), **noise, "bias": (100,)}
-    sessions = sessions_of(ranks, every=4, min_elements=200)
+    sessions = exact_sessions(ranks, every=4, min_elements=200)
     sizes_told, apart, kinds = 3 + ranks, 0, set()
     for turn in range(6):
         gradients = gradients_of(rng, ranks, shapes)
@@ -170,7 +170,7 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
             proposed = []
             tensors = [own.tensors[name] for own in sessions]
             means, seen = run(rounds, begun=partial(note_proposed, tensors, proposed))
-            assert len({np.asarray(mean).tobytes() for mean in means.values()}) == 1
+            assert len({np.asarray(mean).tobytes() for mean in means}) == 1
             (size,) = {own.tensors[name].size for own in sessions}
             if turn in (1, 5):
                 assert size == proposed[0]
@@ -189,7 +189,7 @@ def test_ranks_that_compute_other_sizes_agree_on_one_ranks(disturbed):
 def test_many_tensors_agree_in_one_round(disturbed):
     rng = np.random.default_rng(5)
     shapes = {"table": (800, 32), "thin": (64, 48), "wide": (30, 200)}
-    sessions = sessions_of(3)
+    sessions = exact_sessions(3)
     dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
     for turn in range(2):
         _, seen = exchange_all(sessions, list(shapes), gradients_of(rng, 3, shapes))
@@ -200,11 +200,11 @@ def test_many_tensors_agree_in_one_round(disturbed):
 
 def test_where_the_first_rank_has_joined_the_next_one_decides(disturbed):
     rng, shapes = np.random.default_rng(6), {"wide": (30, 200)}
-    sessions = sessions_of(3, ratio=5)
+    sessions = exact_sessions(3, ratio=5)
     dense_step(sessions, gradients_of(rng, 3, shapes), shapes)
     rounds = rounds_of(sessions, "wide", [it["wide"] for it in gradients_of(rng, 3, shapes)])
     second = []
-    run(rounds, joined=(0,), begun=partial(note_proposed, [sessions[1].tensors["wide"]], second))
+    run(rounds[1:], begun=partial(note_proposed, [sessions[1].tensors["wide"]], second))
     assert [own.tensors["wide"].size for own in sessions[1:]] == second * 2
 
 
@@ -212,7 +212,7 @@ def test_what_is_sent_is_what_the_caller_handed_over(disturbed):
     """A rim may lend its buffer: by the time of the second round it may hold other numbers."""
     rng = np.random.default_rng(8)
     shapes = {"wide": (30, 200)}
-    pairs = [sessions_of(2, ratio=5) for _ in range(2)]
+    pairs = [exact_sessions(2, ratio=5) for _ in range(2)]
     first, second = gradients_of(rng, 2, shapes), gradients_of(rng, 2, shapes)
     found = []
     for spoil, sessions in enumerate(pairs):
@@ -225,18 +225,18 @@ def test_what_is_sent_is_what_the_caller_handed_over(disturbed):
         ]
         for own in sessions:
             own.tensors["wide"].proposed = Allocation((30, 200), 6)
-        total = total_of([next(each)[0].words for each in rounds])
+        totals = all_reduce([next(each)[0].words for each in rounds])
         if spoil:
             for values in lent:
                 values["wide"][:] = 7
-        words = [each.send([total])[0].words for each in rounds]
+        words = [r.send([total])[0].words for r, total in zip(rounds, totals, strict=True)]
         found.append([np.asarray(each).tobytes() for each in words])
     assert found[0] == found[1]
 
 
 def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
     rng, shapes = np.random.default_rng(9), {"thin": (64, 48), "wide": (30, 200)}
-    sessions = sessions_of(2)
+    sessions = exact_sessions(2)
     dense_step(sessions, gradients_of(rng, 2, shapes), shapes)
     for own in sessions:
         own.commit()
@@ -253,7 +253,7 @@ def test_a_step_taken_back_behind_the_choice_is_chosen_again(disturbed):
 def test_a_tensor_without_energy_travels_whole_until_it_has_some():
     """As where a loss starts late: then dense steps begin, and sizes are chosen, on all ranks."""
     rng, shapes = np.random.default_rng(9), {"early": (128, 96), "late": (96, 64)}
-    sessions = sessions_of(2)
+    sessions = exact_sessions(2)
 
     def gradients(started):
         found = gradients_of(rng, 2, shapes, torch_too=False)

@@ -5,7 +5,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from bucket_ranks import driven
 from engines import (
     RANKS,
     SHAPES,
@@ -18,6 +17,7 @@ from engines import (
     nowhere_on_host,
     step,
 )
+from rounds import drive_one
 from samples import alike
 
 from sn_compress import (
@@ -497,7 +497,7 @@ def test_a_step_reads_no_value(of, steps, kinds):
     coded = engine.sort(given, ranks=RANKS, total=twice).coded
     assert [each.name for each in coded] == list(NAMES)
     copies = {"gather": RANKS, "sum": 1}
-    asked, result = driven(
+    asked, result = drive_one(
         engine.rounds(coded, ranks=RANKS, rank=0),
         lambda _, carries: [torch.cat([it.words] * copies[it.kind]) for it in carries],
     )

@@ -1,11 +1,14 @@
 """Whole rounds of low rank by the extension: the bits of the rounds that are put together."""
 
 import math
+from functools import partial
+from itertools import chain
 
 import numpy as np
 import pytest
 import torch
 from bucket_ranks import new_state
+from rounds import all_reduce, drive
 from samples import alike
 
 from sn_compress import PayloadError, _native
@@ -60,41 +63,33 @@ def trained(ranks, *, steps=9, damage=None, methods=LOW_RANK):
         method([shape], *([] if method is Dense else [[size]]))
         for method, shape, size in zip(methods, SHAPES, SIZES, strict=True)
     ]
-    each = [
+    tensors = [
         [TensorState.of(part, mean) for part, mean in zip(parts, means, strict=True)]
         for _ in range(ranks)
     ]
-    told = []
+    seen = []
+
+    def combine(step, round_, words):
+        seen.extend(words)
+        return all_reduce(words, (17, 0) if (step, round_) == damage else None)
+
     for step in range(steps):
-        given = gradients(rng, step, ranks)
         started = [
-            exchange(
-                each[rank], given[rank], StepOptions(ranks, rank, 1 - 0.1 * (step % 2)),
-                given[rank] if step % 3 else None,
-            )
-            for rank in range(ranks)
+            exchange(own, values, StepOptions(ranks, rank, 1 - 0.1 * (step % 2)),
+                     values if step % 3 else None)
+            for rank, (own, values) in enumerate(
+                zip(tensors, gradients(rng, step, ranks), strict=True))
         ]  # fmt: skip
-        words = [next(it) for it in started]
-        for number in range(2):
-            told += words
-            total = np.sum(words, axis=0, dtype=np.int64).astype(np.int32)
-            if (step, number) == damage:
-                total[17] ^= 1
-            words = []
-            for it in started:
-                try:
-                    words.append(it.send(total.copy()))
-                except StopIteration as end:
-                    made, verdict = end.value
-                    told += [mean.copy() for mean in made]
-                    try:
-                        told.append(np.array(verdict.read()[0]))
-                    except PayloadError:
-                        told.append(np.array(-1))
-        for one in [one for own in each for one in own]:
+        for means_of_rank, status in drive(started, partial(combine, step)):
+            seen += [mean.copy() for mean in means_of_rank]
+            try:
+                seen.append(np.array(status.read()[0]))
+            except PayloadError:
+                seen.append(np.array(-1))
+        for one in chain(*tensors):
             one.conclude()
-            told += [one.memory.copy(), *(np.array(it) for it in one.state.values())]
-    return told
+            seen += [one.memory.copy(), *map(np.array, one.state.values())]
+    return seen
 
 
 @pytest.mark.parametrize(

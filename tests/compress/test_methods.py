@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from bucket_ranks import Ranks, begin, bits, chance, driven, new_state
+from bucket_ranks import LIBRARIES, Ranks, begin, bits, chance, new_state
+from rounds import drive_one
 from samples import alike
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -47,7 +48,7 @@ def test_libraries_share_every_bit_and_nothing_is_lost(method, ranks):
     steps = {8: 10, 100: 3}.get(ranks, 20)
     for _ in range(steps):
         gradients = chance(rng, ranks, shapes, SHARE.get(method, 1.0))
-        results, _ = group.step(gradients)
+        results = group.step(gradients)
         assert not bool(results[0].lost)
         assert not bool(results[0].damaged)
         for at, mean in enumerate(results[0].mean):
@@ -61,6 +62,30 @@ def test_libraries_share_every_bit_and_nothing_is_lost(method, ranks):
 
 
 @every
+def test_a_state_begins_alike_in_libraries_and_a_bad_mean_changes_nothing(method):
+    bucket, rng = Bucket(METHODS[method]), np.random.default_rng(7)
+    (means,), states = chance(rng, 1, bucket.shapes), []
+    for make in LIBRARIES:
+        empty = new_state(bucket, make(np.zeros(1, np.float32)))
+        for bad in (0, np.nan, np.inf, -np.inf):
+            spoilt = [mean * 0 if bad == 0 else mean.copy() for mean in means]
+            for mean in spoilt:
+                mean[0, 0] = bad
+            alike(begin(bucket, empty, [make(mean) for mean in spoilt]), empty)
+        states.append(begin(bucket, empty, [make(mean) for mean in means]))
+    alike(*states)
+    for part, state in zip(bucket.parts, bucket._states(states[0]), strict=True):
+        louder = part.rescale(state, 4)  # by an octave, in quarters
+        scales = {"left", "right", "scales", "exponents"}
+        for name, value in state.items():
+            if name == "spread":
+                value = 2 * value
+            elif name in scales and not isinstance(part, Frequencies):
+                value = value + 4
+            alike(louder[name], value)
+
+
+@every
 def test_a_rank_that_joined_adds_nothing(method):
     rng = np.random.default_rng(4)
     group = Ranks(METHODS[method], 4)
@@ -69,7 +94,7 @@ def test_a_rank_that_joined_adds_nothing(method):
         before = [[it.copy() for it in own] for own in group.memories]
         live = range(4) if turn < 3 else (1, 3)
         joined = [rank for rank in range(4) if rank not in live]
-        results, _ = group.step(gradients, joined=joined)
+        results = group.step(gradients, joined=joined)
         for at, mean in enumerate(results[1].mean):
             sent = sum(gradients[r][at] + before[r][at] - group.memories[r][at] for r in live) / 4
             assert np.allclose(np.asarray(mean), sent, atol=1e-5 * max(np.abs(sent).max(), 1))
@@ -87,7 +112,7 @@ def test_a_step_that_one_rank_loses_is_lost_on_all_and_leaves_every_state(method
         if turn == 2:
             spoilt = [[own.copy() for own in mine] for mine in gradients]
             spoilt[1][-1].reshape(-1)[slice(None) if bad == 3e38 else -1] = bad
-            results, _ = groups[0].step(spoilt)
+            results = groups[0].step(spoilt)
             if bad == 3e38 and not bool(results[0].lost):
                 assert method != "frequencies"  # whose products are not finite
                 assert all(np.isfinite(np.asarray(mean)).all() for mean in results[0].mean)
@@ -96,7 +121,7 @@ def test_a_step_that_one_rank_loses_is_lost_on_all_and_leaves_every_state(method
                 assert bool(each.lost)
                 assert all(np.isnan(np.asarray(mean)).all() for mean in each.mean)
                 alike(each.state, groups[0].states[rank])
-        first, second = (group.step(gradients)[0] for group in groups)
+        first, second = (group.step(gradients) for group in groups)
         assert bits(first[0].mean[0]) == bits(second[0].mean[0])
 
 
@@ -108,7 +133,7 @@ def test_a_damaged_sum_is_known_as_one(method):
     for turn in range(20):
         round_ = turn % len(words)
         damage = round_, rng.integers(words[round_]), rng.integers(31)
-        results, _ = group.step(chance(rng, 2, group.bucket.shapes), damage=damage)
+        results = group.step(chance(rng, 2, group.bucket.shapes), damage=damage)
         assert all(bool(each.damaged) for each in results.values())
 
 
@@ -122,10 +147,10 @@ def test_tensors_travel_together_as_they_do_alone(alone):
     together, apart = Ranks([part], 2), [Ranks([each], 2) for each in alone]
     for _ in range(6):
         gradients = chance(rng, 2, part.shapes, 0.5)
-        both, _ = together.step(gradients)
+        both = together.step(gradients)
         pieces = together.bucket.split(both[0].state)
         for place, group in enumerate(apart):
-            one, _ = group.step([[mine[place]] for mine in gradients])
+            one = group.step([[mine[place]] for mine in gradients])
             assert bits(one[0].mean[0]) == bits(both[0].mean[place])
             for name, value in pieces[place].items():
                 assert bits(group.states[0][f"0.{name}"]) == bits(value)
@@ -148,7 +173,7 @@ def test_nothing_is_read_from_a_device(method, exact):
     before = {name: (it.shape, it.dtype) for name, it in state.items()}
     for outs in (zeros(), None):
         rounds = bucket.step(state, zeros(), StepOptions(4, 3, exact=exact), outs=outs)
-        sent, result = driven(rounds, lambda _, words: torch.zeros_like(words))
+        sent, result = drive_one(rounds, lambda _, words: torch.zeros_like(words))
         assert [words.shape[0] for words in sent] == bucket.words(4)
         assert all(words.dtype == torch.int32 for words in sent)
         for arrays in (result.mean, result.residuals, [result.lost, result.damaged, result.sent]):
@@ -173,7 +198,7 @@ def test_the_ops_of_a_step_do_not_depend_on_the_numbers(part, near):
     def step(matrix, *others):
         named = dict(zip(empty, others[count:], strict=True))
         rounds = bucket.step(named, [matrix.clone()], StepOptions(2, 1))
-        words, result = driven(rounds, lambda round_, _: others[round_])
+        words, result = drive_one(rounds, lambda round_, _: others[round_])
         return *words, *result.residuals, *result.mean, *result.state.values(), result.lost
 
     zeros = [torch.zeros(words, dtype=torch.int32) for words in bucket.words(2)]

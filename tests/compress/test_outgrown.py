@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from sessions import exchange_all, total_of
-from test_choose import dense_step, sessions_of
+from sessions import exchange_all
+from test_choose import dense_step, exact_sessions
 
 from sn_compress.allreduce.allocate import (
     VOTE,
@@ -52,7 +52,7 @@ class Gradients:
 
 def train(gradients, steps, ranks=2, sessions=None, like=np.asarray):
     """Which steps were dense for "late"; what each rank still has to send, over a gradient."""
-    sessions = sessions or sessions_of(ranks)
+    sessions = sessions or exact_sessions(ranks)
     dense, held = [], []
     for step in range(steps):
         values = [{n: like(it) for n, it in own.items()} for own in gradients.of_step()]
@@ -123,7 +123,7 @@ def test_ordinary_training_is_not_chosen_anew():
 
 def test_a_state_saved_between_vote_and_choice_goes_on_alike():
     dense, _, sessions = train(Gradients(30), VOTE + 1)
-    again = sessions_of(2)
+    again = exact_sessions(2)
     for own, each in zip(again, sessions, strict=True):
         own.load_state_dict(each.state_dict())
     assert dense == [0]
@@ -148,11 +148,11 @@ def test_a_tensor_that_holds_as_much_as_others_is_not_outgrown():
 
 def test_more_than_half_of_the_ranks_that_speak_decide():
     said = [votes([True, True, False]), votes([True, False, False]), votes([True, False, False])]
-    assert majority(total_of(said), 3) == [True, False, False]
-    assert majority(total_of(said[:2]), 3) == [True, False, False]  # the third has joined
+    assert majority(sum(said), 3) == [True, False, False]
+    assert majority(sum(said[:2]), 3) == [True, False, False]  # the third has joined
     for place in range(5):
         for bit in range(32):
-            total = total_of(said)
+            total = sum(said)
             total.view(np.uint32)[place] ^= np.uint32(1 << bit)
             with pytest.raises(PayloadError, match="votes on sizes"):
                 majority(total, 3)

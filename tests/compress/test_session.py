@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import sessions
 
-from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.errors import CompressError
 
 RANKS = 2
@@ -19,7 +18,7 @@ def step(exchanges, gradients, **how):
 
 
 def ranks(**settings):
-    return [AllReduceExchange(ratio=8, warmup=2, **settings) for _ in range(RANKS)]
+    return sessions.sessions_of(RANKS, ratio=8, warmup=2, **settings)
 
 
 def gradients_of(shape, steps, seed=0):

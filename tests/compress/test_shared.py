@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import sessions as ranks_of
+from rounds import all_reduce, drive
 from samples import alike
 
 from sn_compress.allreduce.allocate import Allocation, words_of
-from sn_compress.allreduce.exchange import AllReduceExchange
 from sn_compress.allreduce.methods.base import StepOptions
 from sn_compress.allreduce.methods.low_rank import LowRank
 from sn_compress.allreduce.methods.rows import Rows
@@ -31,7 +31,7 @@ def step(parts, values, decay=1.0):
     """One exchange among parts that are ranks 0, 1, ...: their results."""
     pairs = enumerate(zip(parts, values, strict=True))
     each = [rounds(p, v, ranks=len(parts), rank=r, decay=decay) for r, (p, v) in pairs]
-    return list(ranks_of.run(each)[0].values())
+    return ranks_of.run(each)[0]
 
 
 def of(part):
@@ -59,14 +59,9 @@ def gradients(rng, ranks, n=N):
     return [(mean + rng.standard_normal(n)).astype(np.float32) for _ in range(ranks)]
 
 
-def pair(**settings):
-    """The sessions of two ranks."""
-    return [AllReduceExchange(**{"ratio": 20, "warmup": 1} | settings) for _ in range(2)]
-
-
 def reloaded(sessions, **settings):
     """A fresh pair that goes on from these sessions' states."""
-    fresh = pair(**settings)
+    fresh = ranks_of.sessions_of(2, **settings)
     for own, saved in zip(fresh, sessions, strict=True):
         own.load_state_dict(saved.state_dict())
     return fresh
@@ -153,7 +148,7 @@ def test_states_that_do_not_fit_change_nothing():
 
 def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
     rng = np.random.default_rng(11)
-    sessions, sums = pair(), Sums()
+    sessions, sums = ranks_of.sessions_of(2), Sums()
     shapes = {"table": (800, 32), "thin": (64, 48)}
     for turn in range(12):
         table = [np.zeros((800, 32), np.float32) for _ in sessions]
@@ -177,7 +172,7 @@ def test_an_embedding_goes_by_rows_and_a_dense_matrix_by_directions():
 
 def begun(shape, mean, **settings):
     """A session whose one tensor has had a dense step with this mean."""
-    session = AllReduceExchange(**{"ratio": 20, "warmup": 1} | settings)
+    (session,) = ranks_of.sessions_of(1, **settings)
     session.dense("w", shape)
     session.dense_values("w", mean)
     session.learn("w", mean)
@@ -221,7 +216,7 @@ def test_what_goes_plain_counts_for_the_ratio():
 def test_after_a_restart_with_other_shapes_what_was_not_sent_travels():
     rng = np.random.default_rng(13)
     how = {"ratio": 10, "min_elements": 200}
-    sessions = pair(**how)
+    sessions = ranks_of.sessions_of(2, **how)
 
     def one_step(shape):
         values = gradients(rng, 2, math.prod(shape))
@@ -253,14 +248,14 @@ def test_a_damaged_sum_is_an_error_and_changes_nothing(kind):
     for turn in range(30):
         before = part.state_dict()
         values = gradients(rng, 1)[0]
-        steps = rounds(part, values, ranks=1, rank=0)
-        words = next(steps)
-        if turn % 2 and part.part.rounds == 2:
-            words = steps.send(words)
-        words = words.copy()
-        words[rng.integers(words.size)] ^= np.int32(1 << rng.integers(31))
+        spoilt = turn % part.part.rounds
+
+        def combine(round_, words, spoilt=spoilt):
+            flip = rng.integers(words[0].size), rng.integers(31)
+            return all_reduce(words, flip if round_ == spoilt else None)
+
         with pytest.raises(PayloadError, match="corrupt in transit"):
-            steps.send(steps.send(words))
+            drive([rounds(part, values, ranks=1, rank=0)], combine)
         alike(part.state_dict(), before)
         # And a step that is begun anew is as if there had been none before.
         assert (step([part], [values])[0] == step([twin], [values])[0]).all()

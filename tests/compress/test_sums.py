@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from bucket_ranks import new_state
+from rounds import drive_one
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sn_compress import _native
@@ -88,10 +88,7 @@ def launches(shapes):
         outs = [torch.empty_like(it) for it in matrices]
         with Launches() as launched:
             steps = parts.step(state, matrices, StepOptions(8, 0), outs=outs)
-            words = next(steps)
-            words = steps.send(words)
-            with pytest.raises(StopIteration):
-                steps.send(words)
+            drive_one(steps, lambda _, words: words)
         return launched.count
 
     step()  # makes what follows from shapes

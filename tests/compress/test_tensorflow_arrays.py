@@ -11,6 +11,7 @@ from typing import get_args
 import numpy as np
 import pytest
 from bucket_ranks import begin, new_state
+from rounds import drive
 from samples import alike
 
 tf = pytest.importorskip("tensorflow")
@@ -77,16 +78,13 @@ def both(bucket, state, memories, gradients, add):
         traced_step(bucket, state, memory, gradient, StepOptions(RANKS, rank))
         for rank, (memory, gradient) in enumerate(zip(memories, gradients, strict=True))
     ]
-    words, sums, ended = [next(one) for one in steps], [], []
-    while words:
-        sums.append(add(len(sums), words))
-        words = []
-        for one in steps:
-            try:
-                words.append(one.send(sums[-1]))
-            except StopIteration as end:
-                ended.append(vars(end.value))
-    return ended, sums
+    sums = []
+
+    def combine(round_, words):
+        sums.append(add(round_, words))
+        return sums[-1:] * RANKS
+
+    return [vars(result) for result in drive(steps, combine)], sums
 
 
 def in_numpy(bucket, state, memories, gradients):

@@ -7,7 +7,7 @@ import pytest
 from fake import FakeArray, FakeDevice, fake, tensor
 from samples import alike
 
-from sn_compress import ErrorFeedback, FFTCodec
+from sn_compress import FFTCodec
 from sn_compress.codecs import _fft_cuda, batched
 from sn_compress.codecs.base import Payload
 from sn_compress.collective import Gradient
@@ -172,16 +172,3 @@ def test_what_a_gpu_does_not_do_is_refused_by_name(gpu):
         FFTCodec().encode(given.astype(np.float64))
     with pytest.raises(CompressError, match="Flatten"):
         FFTCodec().encode(given.reshape(10, 2000))
-
-
-def test_feedback_moves_its_memory_to_the_tensor(gpu):
-    codec = FFTCodec(theta=0.9, transform="identity")
-    on_cpu, on_gpu = ErrorFeedback(codec), ErrorFeedback(codec)
-    for seed in range(3):
-        a = on_cpu.encode("w", values(5000, seed))
-        b = on_gpu.encode("w", fake(values(5000, seed)))
-        assert a.to_bytes() == b.to_bytes()
-        saved = on_gpu.state_dict()
-        assert all(type(p) is np.ndarray for p in saved["memory"]["w"]["state"]["arrays"])
-        on_gpu.load_state_dict(saved)
-    np.testing.assert_array_equal(on_cpu.residual("w"), on_gpu.residual("w"))

@@ -24,6 +24,15 @@ class Rank:
 
 
 @pytest.fixture
+def alone():
+    """A process group of this process only."""
+    dist = pytest.importorskip("torch.distributed")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def ranks(tmp_path):
     """Return `run(n, script, *args, timeout=100)`, which gives a Rank for each."""
     return launcher(tmp_path)

@@ -33,13 +33,6 @@ from sn_compress.torch.outcomes import Outcomes  # noqa: E402
 SMALL = LowRankCompression.using(ratio=20, warmup=1)
 
 
-@pytest.fixture
-def group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -56,7 +49,7 @@ def train(ddp, steps=3):
 # A state that nothing calls
 
 
-def test_a_state_that_is_not_registered_is_found_out(group):
+def test_a_state_that_is_not_registered_is_found_out(alone):
     ddp = DistributedDataParallel(net())
     state = CompressionState(SMALL, named_parameters=ddp.module.named_parameters(), warn_after=3)
     with warnings.catch_warnings():
@@ -68,7 +61,7 @@ def test_a_state_that_is_not_registered_is_found_out(group):
     assert state.report()["steps"] == 0
 
 
-def test_one_that_is_called_no_longer_is_found_out(group):
+def test_one_that_is_called_no_longer_is_found_out(alone):
     ddp = DistributedDataParallel(net())
     named = ddp.module.named_parameters()
     state = CompressionState(SMALL, named_parameters=named, warn_after=2)
@@ -78,13 +71,13 @@ def test_one_that_is_called_no_longer_is_found_out(group):
         train(ddp.module, 2)
 
 
-def test_steps_of_another_optimizer_do_not_count(group):
+def test_steps_of_another_optimizer_do_not_count(alone):
     held = CompressionState(SMALL, named_parameters=net().named_parameters(), warn_after=1)
     train(net(), 3)
     del held
 
 
-def test_a_step_that_raised_is_over(group):
+def test_a_step_that_raised_is_over(alone):
     """Backward passes behind it are in no step, and steps of other optimizers are no inner ones."""
     model = net()
     state = CompressionState(SMALL.using(check_every=1), named_parameters=model.named_parameters())
@@ -102,7 +95,7 @@ def test_a_step_that_raised_is_over(group):
     assert state.engine.sameness.same_at == 3
 
 
-def test_two_models_that_take_turns_are_two_steps(group):
+def test_two_models_that_take_turns_are_two_steps(alone):
     models = {"maker": net(), "judge": net()}
     named = [(f"{key}.{n}", p) for key, m in models.items() for n, p in m.named_parameters()]
     state = CompressionState(SMALL, named_parameters=named)
@@ -123,7 +116,7 @@ def followed(model):
 
 
 @pytest.mark.parametrize("watch", [lambda model: CompressionState(SMALL), followed])
-def test_what_is_dead_leaves_no_hook_behind(group, watch):
+def test_what_is_dead_leaves_no_hook_behind(alone, watch):
     gc.collect()  # what other tests have left
     before, model = len(optimizer._global_optimizer_post_hooks), net()
     watching = watch(model)
@@ -134,7 +127,7 @@ def test_what_is_dead_leaves_no_hook_behind(group, watch):
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, True, None])
-def test_warn_after_is_a_number_of_steps(group, value):
+def test_warn_after_is_a_number_of_steps(alone, value):
     with pytest.raises(CompressError, match="whole number of steps"):
         CompressionState(SMALL, warn_after=value)
 
@@ -142,7 +135,7 @@ def test_warn_after_is_a_number_of_steps(group, value):
 # The hook on somebody's model, the memory in somebody's folder
 
 
-def test_attach_takes_what_ddp_has(group):
+def test_attach_takes_what_ddp_has(alone):
     ddp = DistributedDataParallel(net(), find_unused_parameters=True)
     state = attach.attach(ddp, SMALL, "a test")
     assert state.engine._find_unused
@@ -155,13 +148,13 @@ def test_one_process_is_said():
         assert attach.attach(net(), SMALL, "the Trainer") is None
 
 
-def test_another_strategy_is_refused(group, monkeypatch):
+def test_another_strategy_is_refused(alone, monkeypatch):
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     with pytest.raises(CompressError, match="Lightning trains a Sequential on 4 ranks"):
         attach.attach(net(), SMALL, "Lightning")
 
 
-def test_a_memory_goes_to_a_folder_and_back(group, tmp_path):
+def test_a_memory_goes_to_a_folder_and_back(alone, tmp_path):
     ddp = DistributedDataParallel(net())
     state = attach.attach(ddp, SMALL, "a test")
     train(ddp)
@@ -174,7 +167,7 @@ def test_a_memory_goes_to_a_folder_and_back(group, tmp_path):
     assert "tensor" in str(first["shared"])
 
 
-def test_of_two_ranks_one_takes_the_mean(group, tmp_path):
+def test_of_two_ranks_one_takes_the_mean(alone, tmp_path):
     ddp = DistributedDataParallel(net())
     state = attach.attach(ddp, SMALL, "a test")
     train(ddp)
@@ -187,14 +180,14 @@ def test_of_two_ranks_one_takes_the_mean(group, tmp_path):
         attach.load(state, tmp_path)
 
 
-def test_a_compiled_model_is_the_one_inside(group):
+def test_a_compiled_model_is_the_one_inside(alone):
     ddp = DistributedDataParallel(net())
     state = attach.attach(torch.compile(ddp, backend="eager"), SMALL, "a test")
     train(ddp)
     assert state.report()["steps"] == 3
 
 
-def test_models_of_one_accelerator_have_files_of_their_own(group, tmp_path):
+def test_models_of_one_accelerator_have_files_of_their_own(alone, tmp_path):
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     accelerator = accelerate.Accelerator(cpu=True)
@@ -222,7 +215,7 @@ def test_models_of_one_accelerator_have_files_of_their_own(group, tmp_path):
 
 
 @pytest.mark.parametrize("names", ["module.", "_orig_mod.", None])
-def test_a_memory_of_other_names_is_refused(group, names):
+def test_a_memory_of_other_names_is_refused(alone, names):
     ddp, model = DistributedDataParallel(net()), net()
     state = attach.attach(ddp, SMALL, "a test")
     train(ddp)
@@ -233,13 +226,7 @@ def test_a_memory_of_other_names_is_refused(group, names):
     assert not other.engine.shared.tensors
 
 
-def test_a_checkpoint_without_a_memory_is_said(group, tmp_path):
-    state = CompressionState(SMALL, named_parameters=net().named_parameters())
-    with pytest.warns(UncalledWarning, match="which starts empty"):
-        attach.load(state, tmp_path)
-
-
-def test_going_back_to_a_checkpoint_without_a_memory_begins_anew(group, tmp_path):
+def test_going_back_to_a_checkpoint_without_a_memory_begins_anew(alone, tmp_path):
     for compression in (SMALL, FFTCompression.using(theta=Warmup(5, Constant(0.9)))):
         ddp = DistributedDataParallel(net())
         state = attach.attach(ddp, compression, "a test")
@@ -253,7 +240,7 @@ def test_going_back_to_a_checkpoint_without_a_memory_begins_anew(group, tmp_path
 
 
 @pytest.mark.parametrize("kind", ["fft", "low rank", "dense steps"])
-def test_a_gradient_that_waits_is_in_no_saved_state(group, kind):
+def test_a_gradient_that_waits_is_in_no_saved_state(alone, kind):
     """As a discriminator's behind the generator's step: a run that resumes has no `.grad`."""
     chosen = {
         "fft": FFTCompression.using(theta=0.9),
@@ -282,7 +269,7 @@ def test_a_gradient_that_waits_is_in_no_saved_state(group, kind):
     assert differed
 
 
-def test_a_checkpoint_of_lightning_without_a_memory_is_said(group):
+def test_a_checkpoint_of_lightning_without_a_memory_is_said(alone):
     pytest.importorskip("lightning")
     trainer = SimpleNamespace(
         strategy=SimpleNamespace(model=DistributedDataParallel(net())), precision_plugin=None

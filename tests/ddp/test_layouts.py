@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import LowRankCompression
 from sn_compress.torch.ddp import CompressionState, compression_hook
 from sn_compress.torch.layout import axes_of, shape_of
-
-
-@pytest.fixture
-def alone():
-    """A process group of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Transposed(nn.Module):

@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from sn_compress import CompressError, FFTCompression
 from sn_compress.collective import Gradient
@@ -23,14 +22,6 @@ from counted import SHAPES, transforms
 N = 50_000
 WARMUP = Warmup(4, Constant(0.9), dense=0.25)
 STEPWISE = Warmup(4, Diminishing(0.99, rate=lambda step: 0.5**step), dense=0.25)
-
-
-@pytest.fixture
-def alone():
-    """A process group of this process only."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def test_bare_computes_ffts(alone):

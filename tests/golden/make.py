@@ -151,7 +151,8 @@ def main() -> None:
         file.write_bytes(payload.to_bytes())
         entries[name] = entry | {"saturated": payload.saturated}
         print(f"{name}: {payload.nbytes} bytes")
-    index.write_text(json.dumps(entries, indent=2) + "\n", "utf-8")
+    rows = (f"{json.dumps(name)}: {json.dumps(entry)}" for name, entry in entries.items())
+    index.write_text("{\n" + ",\n".join(rows) + "\n}\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -95,8 +95,14 @@ def test_bad_settings_are_refused_when_given(change, words):
     (LowRankCompression, {"ratio": 1.0}, "ratio=1.0"),
     (LowRankCompression, {"ratio": "100"}, "ratio='100'; expected a number"),
     (AutoCompression, {"warmup": 2.5}, "warmup=2.5; expected a whole number"),
+    (CastCompression, {"dtype": "fp4"}, "dtype='fp4'; expected 'fp16' or 'bf16' or 'fp8'"),
+    (CastCompression, {"dtype": "fp8", "bits": 4}, "bits belongs to FFTCompression"),
+    (CastCompression, {"feedback": False}, "feedback=False has no effect with dtype='bf16'"),
+    (CastCompression, {"dtype": "fp16", "decay": 0.9}, "decay=0.9 has no effect with dtype='fp16"),
 ])  # fmt: skip
-def test_a_setting_of_another_class_is_refused_with_its_owner(compression, change, words):
+def test_what_a_class_does_not_take_is_refused_with_the_owner_of_the_setting(
+    compression, change, words
+):
     with pytest.raises(CompressError, match=words):
         compression.using(**change)
 
@@ -114,6 +120,7 @@ SETTINGS = (
     (LowRankCompression, {}),
     (LowRankCompression, {"ratio": np.float64(50.0)}),
     (AutoCompression, {"every": 9, "check_every": 0}),
+    (CastCompression, {"dtype": "fp8"}),
 )
 
 

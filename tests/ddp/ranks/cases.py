@@ -19,8 +19,9 @@ from sn_compress import CastCompression, CompressError, FFTCompression, LowRankC
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
 sys.path.append(str(Path(__file__).parents[2]))
-import messages
-from messages import logged as logged
+import rank_programs
+from rank_programs import logged as logged
+from rank_programs import settle as settle
 
 RANK, RANKS = int(sys.argv[1]), int(sys.argv[2])
 LAST = RANK == RANKS - 1
@@ -134,7 +135,7 @@ def mean(tensor):
 
 
 def message_of(call, kinds=(CompressError, RuntimeError)):
-    return messages.message_of(call, kinds)
+    return rank_programs.message_of(call, kinds)
 
 
 def said_by_all(call):

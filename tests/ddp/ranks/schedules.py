@@ -1,18 +1,13 @@
 """One rank: theta follows every kind of schedule under DDP and FSDP2."""
 
-import sys
-from pathlib import Path
-
 import torch
 from cases import RANKS, assert_equal, everyone, hooked, loss_of, net, weights_of
+from schedule_kinds import KINDS, Watch, check
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from sn_compress import FFTCompression
 from sn_compress.torch.fsdp import compress_replicas
-
-sys.path.append(str(Path(__file__).parents[2]))
-from schedule_kinds import KINDS, Watch, check
 
 STEPS, HALF = 14, 7
 WATCH = None

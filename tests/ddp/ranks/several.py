@@ -3,12 +3,11 @@
 Run as `several.py RANK RANKS FILE PROGRAM[.CASE]...`; prints "ok PROGRAM.CASE" for each, or fails.
 """
 
-import gc
 import importlib
 import sys
 import time
 
-from cases import process_group
+from cases import process_group, settle
 
 
 def run(word):
@@ -19,9 +18,7 @@ def run(word):
     for case in program.CASES:
         if asked and case.__name__ != asked:
             continue
-        # What is there is no garbage: to look through it was much of what cases took.
-        gc.collect()
-        gc.freeze()
+        settle()
         start = time.monotonic()
         case()
         print(f"ok {name}.{case.__name__} ({time.monotonic() - start:.1f} s)", flush=True)

@@ -1,13 +1,12 @@
 """One rank: AutoCompression; the clock says that compression pays, or that it does not."""
 
-import contextlib
-import logging
 from dataclasses import replace
 from functools import partial
 
 import torch
 import torch.distributed as dist
-from cases import RANK, RANKS, assert_equal, everyone, hooked, logged, wrap
+from cases import RANK, RANKS, assert_equal, everyone, hooked, wrap
+from rank_programs import Clock, tuner_lines
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -15,39 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sn_compress import AutoCompression
 from sn_compress.prediction import tuning
-from sn_compress.prediction.cost import step as step_of
 from sn_compress.prediction.rates import FREE
 from sn_compress.torch.fsdp import compress_replicas
 from sn_compress.torch.layout import Names
 
 STEPS = 40
-
-
-class Clock:
-    """Each step of this training takes as long as it is told to, and on each rank another time."""
-
-    now = 0.0
-
-    def __call__(self):
-        return self.now * (1 + 0.01 * RANK)
-
-
-def free(routes, **how):
-    """A step in which what is compressed takes no time: so it is tried."""
-    found = step_of(routes, **how)
-    plain = all(route.method == "plain" for route in routes)
-    return found if plain else replace(found, seconds=0.0)
-
-
-@contextlib.contextmanager
-def lines(step=free):
-    """What the tuner says, where steps are taken to cost so much."""
-    tuning.step = step
-    try:
-        with logged(tuning.__name__, logging.INFO) as said:
-            yield said
-    finally:
-        tuning.step = step_of
 
 
 def net():
@@ -70,7 +41,7 @@ def tuned(state, clock, **options):
 
 def train(trial_s, **tuner):
     """Gradients that are known: what went in and what came out over all steps is compared."""
-    model, clock = net(), Clock()
+    model, clock = net(), Clock(RANK)
     ddp, state = hooked(model, AutoCompression)
     if trial_s is not None:
         state.engine.tuner = tuned(state, clock, **tuner)
@@ -96,7 +67,7 @@ def train(trial_s, **tuner):
 
 def the_real_clock():
     """Nobody knows what it says, but it says it once, and alike."""
-    with lines(step_of) as said:
+    with tuner_lines(None) as said:
         state, _, _ = train(None)
     assert len([line for line in said if "predicted" in line]) == 1, said
     assert state.report()["tuned"] == 1
@@ -104,7 +75,7 @@ def the_real_clock():
 
 
 def it_pays():
-    with lines() as said:
+    with tuner_lines() as said:
         state, seen, missing = train(0.5)
     assert "shared" in seen
     report = state.report()
@@ -119,7 +90,7 @@ def it_pays():
 def casts_pay_where_low_rank_takes_too_long():
     """They are tried, and stay or go by the clock; nothing is remembered, so nothing is left."""
     for trial_s in (0.5, 2.0):
-        with lines(step_of) as said:
+        with tuner_lines(None) as said:
             slow = replace(FREE, pass_s=1.0, whole_s=1.0)
             state, seen, missing = train(trial_s, casts=True, rates=slow)
         assert seen == {"plain", "cast"}, seen
@@ -135,7 +106,7 @@ def casts_pay_where_low_rank_takes_too_long():
 
 def it_does_not_pay():
     """Then nothing is compressed any more, nothing is remembered, and nothing is lost."""
-    with lines() as said:
+    with tuner_lines() as said:
         state, seen, missing = train(2.0)
     assert "shared" in seen
     assert "plain DDP is faster here" in said[1], said
@@ -164,11 +135,11 @@ def it_does_not_pay():
 
 def replicas_of_fsdp():
     """The hook of FSDP2 goes by the same tuner."""
-    model, clock = net(), Clock()
+    model, clock = net(), Clock(RANK)
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("replicate", "shard"))
     for layer in (model[0], model):
         fully_shard(layer, mesh=mesh["shard"])
-    with lines() as said:
+    with tuner_lines() as said:
         state = compress_replicas(model, AutoCompression.using(ratio=2), mesh["replicate"])
         state.engine.tuner = tuned(state, clock)
         for step in range(STEPS):

@@ -2,23 +2,18 @@
 
 import contextlib
 import io
-import sys
 from functools import partial
-from pathlib import Path
 
 import horovod.torch as hvd
 import nets
 import torch
 from cases import message_of
+from counted import SHAPES, transforms
 from nets import assert_alike, assert_equal, batch, said_by_all
 from torch import nn
 
 from sn_compress import AutoCompression, CastCompression, FFTCompression, LowRankCompression
 from sn_compress.ops.casts import Cast
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
-
-from counted import SHAPES, transforms
 
 GATHER = FFTCompression
 SHARED = LowRankCompression.using(ratio=8, warmup=2, every=4)

@@ -1,16 +1,11 @@
 """One rank: theta follows every kind of schedule in Horovod's torch."""
 
-import sys
-from pathlib import Path
-
 import horovod.torch as hvd
 from behave import backward, net
 from nets import assert_equal, wrap
+from schedule_kinds import KINDS, Watch, check
 
 from sn_compress import FFTCompression
-
-sys.path.append(str(Path(__file__).parents[2]))
-from schedule_kinds import KINDS, Watch, check
 
 STEPS, HALF = 14, 7
 

@@ -2,25 +2,20 @@
 
 import contextlib
 import re
-import sys
 from functools import partial
-from pathlib import Path
 
 import cases
 import horovod.tensorflow as hvd
 import numpy as np
 import pytest
 import tensorflow as tf
+from counted import SHAPES, transforms
 from tensors import mean_of, means_of, noise
 
 from sn_compress import CastCompression, FFTCompression, LowRankCompression
 from sn_compress.errors import CompressError
 from sn_compress.ops.casts import Cast
 from sn_compress.tensorflow.tape import memory_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
-
-from counted import SHAPES, transforms
 
 SHARED = LowRankCompression.using(ratio=40, warmup=2)
 EXACT = FFTCompression.using(theta=0.0, values="fp16")

@@ -1,14 +1,14 @@
 """One rank: FFTCompression in TensorFlow's graphs, one function a case."""
 
-import sys
-from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 import cases
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from counted import SHAPES
+from engines import carried
+from rounds import drive
 from tensorflow_sized import LOW, PYTHON, graphs_of
 from tensors import (
     SIDE,
@@ -27,11 +27,6 @@ from sn_compress.schedule import Constant, Warmup
 from sn_compress.tensorflow import kernels
 from sn_compress.tensorflow import memory as memory_module
 from sn_compress.tensorflow.tape import memory_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "compress"))
-
-from counted import SHAPES
-from engines import carried
 
 FFT = FFTCompression.using(theta=0.9, check_every=0)
 SERVE = kernels.serve
@@ -159,12 +154,7 @@ def exchanged(engines, values):
         )
         for rank, (engine, own) in enumerate(zip(engines, values, strict=True))
     ]  # fmt: skip
-    asked = [next(each)[0] for each in rounds]
-    while asked:
-        came, asked = carried(asked), []
-        for each, own in zip(rounds, came, strict=True):
-            with suppress(StopIteration):
-                asked.append(each.send([own.copy()])[0])
+    drive(rounds, lambda _, asked: [[own.copy()] for own in carried([it for (it,) in asked])])
     return values[0]
 
 

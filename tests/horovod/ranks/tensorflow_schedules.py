@@ -1,21 +1,17 @@
 """One rank: theta follows every kind of schedule in TensorFlow's tapes and in Keras's fit."""
 
-import sys
 import tempfile
-from pathlib import Path
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from schedule_kinds import KINDS, Watch, check
 
 from sn_compress import FFTCompression
 from sn_compress.tensorflow.graph_buckets import GatheredBucket
 from sn_compress.tensorflow.keras import DistributedOptimizer, memory_of
 from sn_compress.tensorflow.tape import memory_of as memory_of_tape
-
-sys.path.append(str(Path(__file__).parents[2]))
-from schedule_kinds import KINDS, Watch, check
 
 STEPS, HALF = 14, 7
 WATCH = None

@@ -6,6 +6,7 @@ import cases
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from rank_programs import Clock, price
 from tensorflow_sized import PYTHON, graphs_of
 from tensors import assert_equal_ranks, fitted, mean_of, means_of, noise, step_of, variables_of
 
@@ -20,8 +21,8 @@ AUTO = AutoCompression.using(ratio=20, warmup=2, every=200, check_every=7)
 
 def tune(auto, pays):
     """A tuner with a clock of ours, for which compression is worth a trial, or not."""
-    tuning.step = partial(cases.priced, 0.0 if pays else 1e9)
-    memory, clock = memory_of(auto), cases.Clock()
+    price(0.0 if pays else 1e9)
+    memory, clock = memory_of(auto), Clock()
     memory.tuner = tuning.Tuner(
         auto.settings,
         ranks=hvd.size(),
@@ -222,7 +223,7 @@ def where_no_graph_can_be_traced_again_it_is_an_error():
 
 def keras_fits():
     """By a clock that nobody knows; whatever it says, ranks stay equal."""
-    tuning.step = partial(cases.priced, 0.0)
+    price(0.0)
     memory = fitted(AUTO, 40)
     report = memory.report()
     assert report["tuned"] == 1, report

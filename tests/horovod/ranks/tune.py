@@ -1,12 +1,11 @@
 """One rank: train with AutoCompression; the clock says that it pays, or that it does not."""
 
-import logging
 from functools import partial
 
 import horovod.torch as hvd
 import torch
-from cases import Clock, logged, priced, step_of_model
 from nets import assert_alike, batch, wrap
+from rank_programs import Clock, tuner_lines
 from torch import nn
 
 from sn_compress import AutoCompression
@@ -50,19 +49,15 @@ class Training:
 
 def by_the_real_clock():
     """Nobody knows what it says."""
-    with logged(tuning.__name__, logging.INFO) as lines:
+    with tuner_lines(None) as lines:
         Training().run(STEPS)
     assert len([line for line in lines if "predicted" in line]) == 1, lines
 
 
 def trained(trial_s):
-    tuning.step = partial(priced, 0.0)  # so compression is tried
-    try:
-        with logged(tuning.__name__, logging.INFO) as lines:
-            training = Training(trial_s)
-            report = training.run(STEPS)
-    finally:
-        tuning.step = step_of_model
+    with tuner_lines() as lines:
+        training = Training(trial_s)
+        report = training.run(STEPS)
     assert "shared" in training.seen
     assert training.memory.engine.tuner.settled
     return training, report, lines
