@@ -236,7 +236,7 @@ class CompiledStep(Step):
 
 @contextmanager
 def of_fixed_sizes(arguments: Any) -> Iterator[None]:
-    """Make all sizes of the inputs static inside: a step is compiled for the sizes it is measured at.
+    """Make all input sizes static inside: a step is compiled for the sizes it is measured at.
 
     Users mark dynamic sizes (`mark_dynamic`), and torch marks those of tensors that a compiled
     function returned or read; `dynamic=False` does not turn that off.

@@ -1,1 +1,1 @@
-"""A plan carried out call by call: programs, their instructions, and what a trial of one shows."""
+"""Execution of a plan call by call: programs, their instructions, and a trial run."""

@@ -1,8 +1,8 @@
-"""Instructions: what does one action of a plan on what is held.
+"""Instructions: functions that carry out one action of a plan on the step's memory.
 
-Everything that can be known ahead is: which arguments are tensors, how each looks at its storage,
-which results are kept. What is left for the step is to fill in and call. As they stand here calls
-are checked for how their results lie; `Row` is the code that runs once that is known.
+All that is known in advance is prepared: which arguments are tensors, how each views its storage,
+which results are kept. The step only fills in arguments and calls. Instructions check the layout of
+their results; `Row` generates the code that runs once these layouts are known.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ Instruction = Callable[["Memory"], None]
 
 
 class UpdateOps(Protocol):
-    """Ops of a plan's graph that are no recorded calls, and who carries them out.
+    """Ops of a plan's graph that are not recorded calls, and their implementation.
 
-    storages : how many storages there are, those of the recording included
-    fetched : of the storages that the caller gives, those that such an op makes instead
-    used_gradients : names of parameters whose gradients are used inside the step, and not handed
-        out
+    storages : number of storages, those of the recording included
+    fetched : the caller's storages that such an op makes on the device instead
+    used_gradients : names of parameters whose gradients are used inside the step, and not returned
     """
 
     storages: int
@@ -39,39 +38,39 @@ class UpdateOps(Protocol):
     used_gradients: frozenset[str]
 
     def begin(self) -> None:
-        """Note that a forward pass begins; raises where it would not compute what it should."""
+        """Begin a forward pass; raises if it would compute wrong values."""
 
     def end(self) -> None:
-        """Note that a backward pass has ended; from now on the caller reads what was written."""
+        """End a backward pass; from now on the caller may read what was written."""
 
     def copied(self, op: str) -> tuple[int, ...] | None:
         """Return the storages that an op starts to copy; None if it is a call."""
 
     def instruction(self, op: str, load: Callable[[View], ViewLoad]) -> Instruction:
-        """Return what carries an op out; `load` makes what loads a view of what is held."""
+        """Return the instruction of an op; `load` makes the loader of a view."""
 
 
 class Memory:
-    """What is held between instructions.
+    """State of a step between instructions.
 
-    held : per storage, a tensor that holds it; None where it is not on the device.
+    held : per storage, a tensor that holds it; None if it is not on the device.
     rng_states : state of the random number generator before a call that will run again, per call
-    buffers : where storages on the host lie; None where the plan moves none.
-    layouts : where a trial notes results that are laid out otherwise than traced; None raises
-        instead.
-    consumed : whether a backward pass has begun to use it up
-    pending_copies : per storage that is being copied to the host or back, what waits for that
-    left_out : places of gradients that are None in this step, as no output they come from has one
+    buffers : host buffers of offloaded storages; None if the plan offloads none.
+    layouts : dictionary in which a trial records results with another layout than traced; None to
+        raise instead.
+    consumed : whether a backward pass has begun that frees this memory
+    pending_copies : per storage that is being copied to the host or back, a function that waits
+    left_out : indices of gradients that are None in this step, as no output they depend on has one
     plain, wanted : the step without the plan (`PlainStep` of higher_derivatives.py, or None), and
-        the tensors whose gradients it has
-    used : leaves that tell what a backward pass is for, where gradients are used inside the step: a
-        leaf of nobody's, which is for all of them, and the parameters
-    passes : per graph task of autograd that does not use this up: memory of its own, or all
+        the tensors whose gradients it returns
+    used : if gradients are used inside the step, leaves that show which gradients a backward pass
+        computes: an extra leaf, which stands for all of them, and the parameters
+    passes : per graph task of autograd that keeps this memory: a copy of the memory, or all
         gradients.
 
-    However it ends - after the backward pass, by an exception in the middle, or as a forward pass
-    that no backward pass follows - ops wait for the copies under way before its storages are given
-    back, and `buffers` go to `free_buffers`, for the next step.
+    However the step ends - after the backward pass, with an exception, or as a forward pass without
+    a backward pass - ops wait for the copies in flight before its storages are freed, and `buffers`
+    go to `free_buffers`, for the next step.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class Memory:
         self.passes: dict[int, Any] = {}
 
     def for_one_pass(self, overwritten: Iterable[int]) -> Memory:
-        """Return memory for a backward pass that leaves this as it is.
+        """Return a copy for a backward pass after which this memory is still valid.
 
-        overwritten : storages that a backward pass writes over
+        overwritten : storages that a backward pass overwrites
         """
-        # Its list of free buffers is its own: copies of pinned memory go when the pass ends.
+        # With a separate list of free buffers: copies of pinned memory are freed after the pass.
         other = Memory(0, None if self.buffers is None else self.buffers.copied(), [])
         other.held, other.layouts = [*self.held], self.layouts
         for storage in overwritten:
@@ -106,19 +105,19 @@ class Memory:
         return other
 
     def gradient(self, place: int, load: ViewLoad | None) -> torch.Tensor | None:
-        """Return the gradient of that place; None where there is none in this step."""
+        """Return the gradient at an index; None if there is none in this step."""
         return None if load is None or place in self.left_out else load(self.held)
 
     def clear(self) -> None:
-        """Let go of everything."""
-        # First: storages and buffers go to others, and a copy on its way would still use them.
+        """Free everything."""
+        # First: storages and buffers are reused, and a copy in flight would still use them.
         while self.pending_copies:
             self.pending_copies.popitem()[1]()
         buffers, self.buffers = self.buffers, None
         if buffers is not None:
             buffers.forget()
             self._free_buffers.append(buffers)
-        # A frame that an exception keeps has the same list.
+        # In place: a frame kept alive by an exception holds the same list.
         self.held.clear()
         self.rng_states.clear()
         self.plain, self.wanted, self.used = None, (), ()
@@ -128,7 +127,7 @@ class Memory:
 
 
 class FreeStorage:
-    """The instruction that gives a storage back; a class, so that `written` knows it."""
+    """Instruction that frees a storage; a class, so that `written` recognizes it."""
 
     __slots__ = ("storage",)
 
@@ -140,7 +139,7 @@ class FreeStorage:
 
 
 def free_rng_state(number: int) -> Instruction:
-    """Return the instruction that gives back the state from which a call was run again."""
+    """Return the instruction that frees the RNG state from which a call was run again."""
 
     def free(memory: Memory) -> None:
         del memory.rng_states[number]
@@ -155,14 +154,14 @@ def offload(storage: int, host_copy: int) -> Instruction:
         tensor = memory.held[storage]
         assert memory.buffers is not None
         assert tensor is not None
-        # Held until `wait_for_copy` frees it: its memory may not be given away while it is read.
+        # Held until `wait_for_copy` frees it: its memory must not be reused while it is read.
         memory.pending_copies[storage] = memory.buffers.offload(host_copy, tensor)
 
     return start
 
 
 def prefetch(storage: int, host_copy: int, form: View) -> Instruction:
-    """Return the instruction that makes a storage anew and starts copying into it."""
+    """Return the instruction that allocates a storage and starts copying into it."""
 
     def start(memory: Memory) -> None:
         assert memory.buffers is not None
@@ -173,7 +172,7 @@ def prefetch(storage: int, host_copy: int, form: View) -> Instruction:
 
 
 def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
-    """Return the instruction after which a storage that is copied may be used, or is freed."""
+    """Return the instruction that waits for the copy of a storage, and frees it with `free`."""
 
     def wait(memory: Memory) -> None:
         memory.pending_copies.pop(storage, no_wait)()
@@ -184,12 +183,12 @@ def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
 
 
 class ViewLoad:
-    """Loads a view of what is held.
+    """Loads a view of a held storage.
 
-    form : how the tensor that is held looked at the same storage when it was traced. In a step it
-        may begin elsewhere: a parameter that has become a part of a vector.
+    form : the held tensor's own view of that storage when it was traced. In a step it may have
+        another offset: a parameter that has become part of a flat vector.
 
-    skipped : how many elements after that tensor the view begins
+    skipped : number of elements by which the view begins after that tensor
     """
 
     __slots__ = ("other_type", "skipped", "unchanged", "view")
@@ -204,7 +203,7 @@ class ViewLoad:
         view, base = self.view, held[self.view.storage]
         if self.unchanged:
             return base
-        # `as_strided` knows no other type; `set_` does, and counts in elements of the new one.
+        # `as_strided` cannot change the dtype; `set_` can, and counts elements of the new one.
         if self.other_type:
             begin = base.storage_offset() * base.itemsize // view.dtype.itemsize + self.skipped
             empty = torch.empty(0, dtype=view.dtype, device=base.device)
@@ -213,14 +212,14 @@ class ViewLoad:
 
 
 class RunCall:
-    """The instruction that runs a call, and sees to it that its results look as traced.
+    """Instruction that runs a call, and checks that its results have the traced layout.
 
-    results : place among the flat results, View, and whether it is to be held
-    reruns : it has run before
-    replayed : it draws random numbers of `device`, and the plan runs it more than once
+    results : index in the flat results, View, and whether the result is to be held
+    reruns : whether it has run before
+    replayed : whether it draws random numbers on `device`, and the plan runs it more than once
     """
 
-    # A deep net has tens of thousands of them.
+    # A deep net has tens of thousands of these instructions.
     __slots__ = (
         "arguments", "call", "device", "number", "replayed", "reruns", "results", "target",
     )  # fmt: skip
@@ -241,7 +240,7 @@ class RunCall:
         trains = call.target is LAYER and call.outputs[-1] is not None
         self.target: Callable[..., Any] = in_training(LAYER) if trains else call.target
         without = statistics(call) if reruns else ()
-        # Flat, with a ViewLoad in the place of each tensor.
+        # Flat, with a ViewLoad in place of each tensor.
         self.arguments = [
             None
             if place in without
@@ -255,7 +254,7 @@ class RunCall:
         held = memory.held
         flat = [arg(held) if isinstance(arg, ViewLoad) else arg for arg in self.arguments]
         args, kwargs = tree_unflatten(flat, self.call.spec)
-        # Else it would hold what the call may be the last to need.
+        # Otherwise it would keep tensors alive that the call may be the last to need.
         del flat
         now = rng_state(self.device) if self.replayed else None
         if now is not None and self.reruns:
@@ -264,7 +263,7 @@ class RunCall:
             memory.rng_states[self.number] = now
         result = self.target(*args, **kwargs)
         if now is not None and self.reruns:
-            # As before: draws that follow are those of a step that runs nothing again.
+            # Restored: later draws must equal those of a step that recomputes nothing.
             set_rng_state(self.device, now)
         leaves = tree_leaves(result) if self.results else ()
         for place, view, fresh in self.results:
@@ -283,13 +282,13 @@ def _as_traced(
     flat: Sequence[Any],
     layouts: Layouts | None,
 ) -> torch.Tensor:
-    """Note how a kernel lays its results out, and return this one as traced; or raise."""
+    """Record the layouts of a kernel's results, and return this one as traced; or raise."""
     if layouts is not None and tensor is not None:
         layouts[layout_key(call.target, call.flat)] = tuple(
             form_of(value, -1) if isinstance(value, torch.Tensor) else None for value in flat
         )
         if tensor.size() == view.size:
-            # Laid out as traced, so that a trial goes on and sees the layouts of later kernels too.
+            # In the traced layout, so that a trial continues and sees layouts of later kernels too.
             copy = torch.empty_strided(
                 view.size, view.stride, dtype=view.dtype, device=tensor.device
             )
@@ -306,12 +305,12 @@ def _as_traced(
 
 
 Function = Callable[[Memory], None]
-# Instructions that are written as one function: Python takes some kilobytes to compile a line.
+# Instructions per generated function: Python takes some kilobytes to compile a line.
 PART = 100
 
 
 class Names:
-    """The globals of the functions of a program. Most of them are in many functions."""
+    """The globals of a program's generated functions, most of which use the same ones."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
@@ -321,12 +320,12 @@ class Names:
             "set_rng_state": set_rng_state,
         }
         self._known: dict[int, str] = {}
-        # For who gives names: two threads may write at a time.
+        # Held while names are assigned: two threads may generate code concurrently.
         self.lock = Lock()
 
     def name(self, letter: str, value: Any) -> str:
         """Return the name of a value, a new one if it has none yet."""
-        # By id: values may be equal and not the same, or not hashable; `values` keeps them alive.
+        # By id: values may be equal but not identical, or unhashable; `values` keeps them alive.
         known = self._known.get(id(value))
         if known is None:
             known = self._known[id(value)] = f"{letter}{len(self._known)}"
@@ -335,20 +334,20 @@ class Names:
 
 
 class Row:
-    """Instructions in a row.
+    """A sequence of instructions.
 
     Kernels on little data take a microsecond. A loop over instructions that each fill in arguments,
-    call and look at the results takes several times that. So instructions run one by one, checked,
-    the first time. Once results have shown that they lie as traced, they do so for good: the forms
-    of all arguments are the same in each step. From then on the row runs as a function of
+    call and check the results takes several times that. So instructions run one by one, checked,
+    only the first time. If the results have the traced layouts then, they always will: the forms of
+    all arguments are the same in each step. From then on the row runs as a generated function of
     assignments,
 
         h[7] = f2(h[4], view(h[1], c3, c4))
         h[4] = None
 
-    where `h` is what is held, `f2` an overload of an op and the rest are constants.
+    where `h` is `Memory.held`, `f2` an overload of an op and the rest are constants.
 
-    is_checked : whether results were seen to lie as traced: what runs from then on is written
+    is_checked : whether all results had their traced layouts: from then on generated code runs
     """
 
     __slots__ = ("_state", "is_checked", "names")
@@ -356,35 +355,36 @@ class Row:
     def __init__(self, instructions: list[Instruction], names: Names) -> None:
         self.names = names
         self.is_checked = False
-        # What is written, and what comes after it: exchanged at once, as two threads may run it.
+        # Generated functions, and the instructions after them: replaced together, as two threads
+        # may run this.
         self._state: tuple[tuple[Function, ...], list[Instruction]] = (), instructions
 
     @property
     def instructions(self) -> list[Instruction]:
-        """Those that are not written yet."""
+        """Instructions for which no code is generated yet."""
         return self._state[1]
 
     def run(self, memory: Memory) -> None:
-        """Do all of it on what is held."""
+        """Run all instructions."""
         functions, left = self._state
         for function in functions:
             function(memory)
         if not self.is_checked:
             for instruction in left:
                 instruction(memory)
-            # Results that were put right are to be so again.
+            # Results whose layouts were corrected need that in the next run as well.
             self.is_checked = not memory.layouts
             return
         while left:
             function = written(left[:PART], self.names)
-            # Of a deep net the instructions would take as much again as what is written.
+            # Instructions are dropped: those of a deep net take as much memory as the functions.
             functions, left = (*functions, function), left[PART:]
             self._state = functions, left
             function(memory)
 
 
 def written(instructions: Sequence[Instruction], names: Names) -> Function:
-    """Return a function that does what these do, without looking at results."""
+    """Return a generated function that does the same without checking results."""
     with names.lock:
         writer = _Writer(names)
         for instruction in instructions:
@@ -401,14 +401,14 @@ def written(instructions: Sequence[Instruction], names: Names) -> Function:
 
 
 class _Writer:
-    """Writes the lines of one function."""
+    """Generates the lines of one function."""
 
     def __init__(self, names: Names) -> None:
         self.lines: list[str] = ["h = memory.held"]
         self.name = names.name
 
     def call(self, instruction: RunCall) -> None:
-        # Of an overload, what its own __call__ calls.
+        # For an overload, what its `__call__` calls.
         target = instruction.target
         target = target._op if isinstance(target, OpOverload) else target
         args, kwargs = tree_unflatten(instruction.arguments, instruction.call.spec)
@@ -426,7 +426,7 @@ class _Writer:
             self.lines += [f"set_rng_state({device}, now)", "now = None"]
 
     def results(self, call: str, returns: str, instruction: RunCall) -> None:
-        """Write a call, and where those of its results go that are held."""
+        """Write a call, and the assignments of those results that are held."""
         kept = [(place, view.storage) for place, view, fresh in instruction.results if fresh]
         if not kept:
             self.lines.append(call)
@@ -435,13 +435,13 @@ class _Writer:
         else:
             self.lines.append(f"r = {call}" if returns == "several" else f"r = leaves({call})")
             self.lines += [f"h[{storage}] = r[{place}]" for place, storage in kept]
-            # Else this local would hold the results beyond the action that frees them.
+            # Otherwise this local would keep the results alive beyond the action that frees them.
             self.lines.append("r = None")
 
     def argument(self, value: Any) -> str:
         if isinstance(value, ViewLoad):
             return self.load(value)
-        # Small enough to be written out; of all else the text may not give the value again.
+        # Written as literals; the `repr` of other values may not evaluate to the same value.
         if isinstance(value, bool | int | None):
             return repr(value)
         if isinstance(value, list | tuple) and any(isinstance(item, ViewLoad) for item in value):
@@ -456,7 +456,7 @@ class _Writer:
         if load.other_type:
             return f"{self.name('t', load)}(h)"
         form = f"{self.name('c', view.size)}, {self.name('c', view.stride)}"
-        # Without a place it begins where the tensor does.
+        # Without an offset the view begins where the tensor does.
         begin = f", {base}.storage_offset() + {load.skipped}" if load.skipped else ""
         return f"view({base}, {form}{begin})"
 

@@ -1,10 +1,11 @@
-"""The whole model to autograd: its forward and its backward are a plan's instructions.
+"""Autograd nodes of a whole model, whose forward and backward run a plan's instructions.
 
-Or rather a chain of nodes, one for each section of the backward pass, that ends where gradients are
-ready. The inputs of a node are the parameters whose gradients it makes, and a token, by which the
-next section follows. So gradients are accumulated as they are made, one at a time, as torch does
-it, hooks on parameters (DistributedDataParallel, Horovod) fire meanwhile, and `torch.autograd.grad`
-sees the parameters. One node for all would hold all gradients beside those of earlier steps.
+There is a chain of nodes, one for each section of the backward pass, which ends where gradients are
+ready. The inputs of a node are the parameters whose gradients it computes, and a token that links
+it to the next section. So gradients are accumulated one at a time, as soon as they are computed, as
+in torch; hooks on parameters (DistributedDataParallel, Horovod) fire meanwhile, and
+`torch.autograd.grad` sees the parameters. A single node would hold all new gradients in addition to
+those of earlier steps.
 """
 
 from __future__ import annotations
@@ -35,54 +36,56 @@ from .program import Program, Section
 
 
 def reached(captured: Captured) -> tuple[int, ...]:
-    """Return, per gradient, the output gradients it is computed from: their places, as bits.
+    """Return, per gradient, a bit mask of the output gradients it is computed from.
 
-    Where a loss takes some of the outputs only, autograd leaves the parameters of the rest without
-    a gradient, and an optimizer passes them over. Zeros are not the same: moments go on, weights
-    decay.
+    If a loss uses only some of the outputs, autograd leaves the parameters of the others without a
+    gradient, and the optimizer skips them. Zeros would not be the same: moments are updated and
+    weights decay.
     """
-    of: dict[int, int] = {}
+    sources: dict[int, int] = {}
     for number, view in enumerate(captured.output_gradients):
-        of[view.storage] = of.get(view.storage, 0) | 1 << number
+        sources[view.storage] = sources.get(view.storage, 0) | 1 << number
     for call in captured.recording.calls[captured.boundary :]:
         bits = 0
         for storage in call.reads:
-            bits |= of.get(storage, 0)
+            bits |= sources.get(storage, 0)
         for storage in call.makes:
-            # Made anew: what it came from before does not count; a write adds to what is there.
-            of[storage] = bits
+            # A new value replaces the earlier sources; a write adds to them.
+            sources[storage] = bits
         for storage in call.writes:
-            of[storage] = of.get(storage, 0) | bits
-    return tuple(0 if view is None else of.get(view.storage, 0) for _, view in captured.gradients)
+            sources[storage] = sources.get(storage, 0) | bits
+    return tuple(
+        0 if view is None else sources.get(view.storage, 0) for _, view in captured.gradients
+    )
 
 
 def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int]:
-    """Return the places of gradients that come from outputs alone whose own have not arrived."""
+    """Return the indices of gradients that depend only on outputs without a gradient."""
     if all(grad is not None for grad in arrived):
         return frozenset()
-    here = sum(1 << number for number, grad in enumerate(arrived) if grad is not None)
-    return frozenset(place for place, bits in enumerate(reached) if bits and not bits & here)
+    present = sum(1 << number for number, grad in enumerate(arrived) if grad is not None)
+    return frozenset(place for place, bits in enumerate(reached) if bits and not bits & present)
 
 
 def overwritten(captured: Captured) -> list[str]:
-    """Return the names of parameters and buffers that a forward pass reads, and writes over.
+    """Return the names of parameters and buffers that a forward pass both reads and overwrites.
 
-    Run once more, it would compute something else. Statistics of a batch norm that trains, and
-    counts, are read for themselves alone.
+    Run once more, it would compute something else. Running statistics of a training batch norm, and
+    counters, are excluded: they are read only to update themselves.
     """
     calls = captured.recording.calls[: captured.boundary]
     written = {storage for call in calls for storage in call.writes}
     named = (*captured.parameters, *captured.buffers)
-    # Per storage, what is written over of what it was computed from.
-    of = {view.storage: {name} for name, view in named if view.storage in written}
+    # Per storage, the names of overwritten tensors that it was computed from.
+    sources = {view.storage: {name} for name, view in named if view.storage in written}
     for call in calls:
         own = statistics(call)
         reads = [arg for place, arg in enumerate(call.flat) if place not in own]
         read = {read.storage for read in reads if isinstance(read, View)}
-        names = set[str]().union(*(of.get(storage, ()) for storage in read))
+        names = set[str]().union(*(sources.get(storage, ()) for storage in read))
         for storage in (*call.makes, *call.writes):
-            of[storage] = of.get(storage, set()) | names
-    return sorted(set[str]().union(*(of.get(storage, ()) for storage in captured.returned)))
+            sources[storage] = sources.get(storage, set()) | names
+    return sorted(set[str]().union(*(sources.get(storage, ()) for storage in captured.returned)))
 
 
 Gradients = list[torch.Tensor | None]
@@ -90,7 +93,7 @@ _NUMBERS = count(1)
 
 
 class Replay(Step):
-    """Runs the program of a traced step and a plan on the tensors of a model; see Program."""
+    """Runs the program of a traced step and its plan on the tensors of a model; see Program."""
 
     backend = "graph"
     hidden_from_hooks = "do not see what its plan keeps for the backward pass within the budget"
@@ -104,19 +107,19 @@ class Replay(Step):
         self.captured = captured = trace.captured
         self.program = Program(trace, plan, update_ops, part=part)
         self.device = main_device(captured)
-        # Tensors that belong to nobody, which the trace holds.
+        # Constants, which only the trace holds.
         self.known = list(captured.recording.constants.values())
         # The optimizer's state.
         self.resident_bytes = trace.resident_bytes
         self.counts_gradients = bool(captured.earlier)
         self.reads, self.looked = captured.reads, captured.looked
-        # The peak of a backward pass whose gradients are added to those of another.
+        # The peak of a backward pass that accumulates gradients into earlier ones.
         self.adding_peak_bytes = self.program.adding_peak_bytes
-        # Per output that is a tensor, whether a gradient may come back for it.
+        # Per output that is a tensor, whether it may receive a gradient.
         pairs = zip(captured.differentiable, captured.outputs, strict=True)
         self.differentiable = [takes for takes, out in pairs if isinstance(out, View)]
         self.reached = reached(captured)
-        # Per input that takes a gradient, how many are handed over; see `separate_sums`.
+        # Per input that takes a gradient, how many are returned; see `separate_sums`.
         leaves = self.program.leaves
         self.times = [*Counter(name for name, _ in captured.gradients[leaves:]).values()]
         self._views = [view for _, view in (*captured.parameters, *captured.buffers)]
@@ -128,7 +131,7 @@ class Replay(Step):
             and (update_ops is None or view.storage not in update_ops.fetched)
         ]
         forms = set(self._views)
-        # `_alike` does not see whether tensors that share a storage still do.
+        # `_alike` cannot tell whether tensors that shared a storage still do.
         self._each_its_own_storage = len({view.storage for view in forms}) == len(forms)
         # Whether gradients of parameters are used inside the step.
         self.inside = update_ops is not None and bool(update_ops.used_gradients)
@@ -137,9 +140,9 @@ class Replay(Step):
             place for place, (name, _) in enumerate(captured.gradients[:leaves]) if name in used
         ]
         self.update_ops = update_ops
-        # No other step of this process has it.
+        # Unique in this process.
         self.number = next(_NUMBERS)
-        # Whether a step is given tensors like those of the one before.
+        # Tells whether a step's inputs have the forms of the previous step's.
         self._inputs_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
     @property
@@ -147,9 +150,9 @@ class Replay(Step):
         return [buffer.block for buffer in self.program.free_buffers]
 
     def in_pool(self, *, begins: bool = False) -> AbstractContextManager[Any]:
-        """Return the context in which this thread allocates what the plan counts.
+        """Return a context in which this thread allocates from the memory pool of the plan.
 
-        begins : whether a step begins, of which later parts run in the backward pass
+        begins : whether a step begins, whose later parts run in the backward pass
         """
         if self.pool is None or self.plan.reserved_peak_bytes is None:
             return _NOTHING
@@ -165,7 +168,7 @@ class Replay(Step):
 
     @cached_property
     def drawn_on(self) -> list[torch.device]:
-        """Devices whose random numbers the forward pass draws."""
+        """Devices on which the forward pass draws random numbers."""
         place = self.captured.recording.device
         calls = [call for call in self.captured.recording.calls if call.random]
         return [*{place[make]: None for call in calls for make in (*call.makes, *call.writes)}]
@@ -175,11 +178,11 @@ class Replay(Step):
         return overwritten(self.captured)
 
     def release(self) -> None:
-        # So the host holds the blocks of one kind of input, however many there are.
+        # So host memory holds the blocks of only one kind of input, however many there are.
         self.program.free_buffers.clear()
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:
-        """Whether kernels lay out otherwise, or it lacks gradients that were asked for."""
+        """Whether kernels use other layouts, or requested gradients are not planned."""
         own = self.captured.ends
         return bool(self.layouts) or (len(ends) == len(own) and any(map(gt, ends, own)))
 
@@ -192,7 +195,7 @@ class Replay(Step):
         inputs = tensors((args, kwargs))
         # As in `Captured.gradients`: parameters first, then inputs; each tensor once.
         wanted: list[torch.Tensor] = [param for param in parameters if param.requires_grad]
-        # What the last section of the backward pass has gradients for besides parameters.
+        # What the last section of the backward pass has gradients for, in addition to parameters.
         follow: list[torch.Tensor] = []
         if any(tensor.requires_grad for tensor in inputs):
             known = set(map(id, wanted))
@@ -204,31 +207,32 @@ class Replay(Step):
         memory = self.start([*parameters, *buffers, *inputs])
         memory.plain, memory.wanted = plain, wanted
         if self.inside:
-            # Autograd goes back to where a gradient is wanted, and these say where that is.
+            # Autograd only runs nodes that lead to a requested gradient; these show which do.
             memory.used = [
                 torch.empty(0, device=self.device, requires_grad=True),
                 *(wanted[place] for place in self.used_places),
             ]
             follow += memory.used
         sections = self.program.backward
-        # The last section first: each node takes the token of the one that follows it backward.
+        # The last section first: each node takes the token of the section that runs after it.
         for at in range(len(sections) - 1, 0, -1):
             ready = [wanted[place] for place in sections[at].ready]
             follow = [_Section.apply(self, memory, at, *ready, *follow)]
         ready = [wanted[place] for place in sections[0].ready]
         results = iter(_Planned.apply(self, memory, *ready, *follow))
-        # What is no tensor is the same in each step: the trace's.
+        # Outputs that are not tensors are the same in each step: those of the trace.
         flat = [next(results) if isinstance(out, View) else out for out in self.captured.outputs]
-        # Of the joint graph of torch.compile alone there is no form, and it is not replayed.
+        # Only a joint graph of torch.compile has no form, and it is not replayed.
         assert self.captured.output_form is not None
         return self.captured.output_form.filled(flat)
 
     def section(
         self, memory: Memory | Gradients, at: int, token: torch.Tensor | None
     ) -> list[torch.Tensor | None]:
-        """Run a section of the backward pass; return its gradients, with the last those of inputs.
+        """Run a section of the backward pass; return its gradients.
 
-        With any other, the last item is the token's: the token that came, or a new one.
+        The last section also returns those of inputs. In any other, the last item is the gradient
+        of the token: the token received, or a new one.
         """
         section, is_last = self.program.backward[at], at == len(self.program.backward) - 1
         if isinstance(memory, Memory):
@@ -244,10 +248,10 @@ class Replay(Step):
         return gradients
 
     def unused(self, memory: Memory) -> frozenset[int]:
-        """Return the places of gradients that are not to be used inside of this backward pass.
+        """Return the indices of gradients that this backward pass must not use inside the step.
 
-        All of them where it is for gradients of inputs alone, as `torch.autograd.grad(loss, x)`.
-        Raises ReplayError where it is for some parameters alone.
+        All of them if it computes gradients of inputs only, e.g. `torch.autograd.grad(loss, x)`.
+        Raises ReplayError if it computes gradients of some parameters only.
         """
         everything, *parameters = memory.used
         if _is_wanted(everything):
@@ -268,7 +272,7 @@ class Replay(Step):
                     memory.gradient(*pair)
                     for pair in zip(section.ready, section.loads, strict=True)
                 ]
-                # Nobody else holds them, so they become `.grad` and are not copied.
+                # With no other reference, autograd makes them `.grad` without a copy.
                 for storage in section.storages:
                     memory.held[storage] = None
                 if not is_last:
@@ -286,9 +290,9 @@ class Replay(Step):
     def for_this_pass(
         self, memory: Memory, arrived: Sequence[torch.Tensor | None]
     ) -> Memory | Gradients:
-        """Return what a backward pass runs on, or its gradients where a plan cannot compute them.
+        """Return the memory of a backward pass, or its gradients if a plan cannot compute them.
 
-        Where the graph is kept, as with `retain_graph=True`, storages stay for another pass.
+        If the graph is kept, e.g. by `retain_graph=True`, storages stay for another pass.
         """
         keeps = self.update_ops is None and torch._C._autograd._get_current_graph_task_keep_graph()
         used: Memory | Gradients = memory
@@ -316,7 +320,7 @@ class Replay(Step):
             used = memory.for_one_pass(self.program.overwritten)
         memory.consumed = not keeps
         if used is not memory:
-            # Later sections of this pass find it by the number of autograd's graph task.
+            # Later sections of this pass find it by the id of autograd's graph task.
             task = torch._C._current_graph_task_id()
             memory.passes[task] = used
             # Some of its sections may never run.
@@ -325,12 +329,12 @@ class Replay(Step):
         return used
 
     def unplanned(self, arrived: Sequence[torch.Tensor | None]) -> bool:
-        """Whether there is a gradient of an output at which no planned backward pass begins."""
+        """Whether an output has a gradient for which no backward pass was planned."""
         ends = self.captured.ends
         return any(grad is not None and not end for grad, end in zip(arrived, ends, strict=True))
 
     def start(self, inputs: Sequence[torch.Tensor]) -> Memory:
-        """Return memory with the parameters, buffers and inputs of a step in their places."""
+        """Return memory that holds the parameters, buffers and inputs of a step."""
         if self.update_ops is not None:
             self.update_ops.begin()
         memory = self.program.memory()
@@ -338,7 +342,7 @@ class Replay(Step):
         if self._inputs_as_planned is None or not self._inputs_as_planned(inputs):
             self._check(inputs)
             if self._each_its_own_storage:
-                # From the next step on a few microseconds, where `_check` walks through all.
+                # Takes a few microseconds in later steps; `_check` compares every tensor.
                 self._inputs_as_planned = _alike(inputs)
         held = memory.held
         for storage, at in self._held_inputs:
@@ -348,23 +352,23 @@ class Replay(Step):
         return memory
 
     def _check(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Raise where an input looks otherwise than planned.
+        """Raise if an input has another form than planned.
 
-        A storage may be another, and an input may begin at another place of it, as parameters
-        do that became views of one vector. Tensors that shared one storage must still do so.
+        Storages and offsets may differ, e.g. of parameters that became views of one flat vector.
+        Tensors that shared a storage must still do so.
         """
         fetched = () if self.update_ops is None else self.update_ops.fetched
         first: dict[int, tuple[View, torch.Tensor]] = {}
         for view, tensor in zip(self._views, inputs, strict=True):
             if view.storage in fetched:
-                continue  # it lies on the host, and who fetches it looks at it
+                continue  # on the host: checked when it is fetched
             place = self.captured.recording.device[view.storage]
             got = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
             if (*view.form, place) != got:
                 if tensor.is_meta:
                     raise ReplayError(
                         f"a parameter, buffer or input of size {tuple(tensor.size())} is on the "
-                        "meta device, so that its plan can be read and not run. Give the model "
+                        "meta device, so its plan can be read but not run. Give the model "
                         "memory (model.to_empty(device=...), then its weights), and plan it then."
                     )
                 move = "" if tensor.device == place else f"Move it to {place}, or plan"
@@ -374,11 +378,11 @@ class Replay(Step):
                     f"expects {view.size}, {view.stride}, {view.dtype} and {place}. "
                     f"{move or 'Plan'} the model as it is now."
                 )
-            other, others = first.setdefault(view.storage, (view, tensor))
+            other, other_tensor = first.setdefault(view.storage, (view, tensor))
             distance = view.offset * view.dtype.itemsize - other.offset * other.dtype.itemsize
-            if tensor is not others and (
-                tensor.untyped_storage()._cdata != others.untyped_storage()._cdata
-                or tensor.data_ptr() - others.data_ptr() != distance
+            if tensor is not other_tensor and (
+                tensor.untyped_storage()._cdata != other_tensor.untyped_storage()._cdata
+                or tensor.data_ptr() - other_tensor.data_ptr() != distance
             ):
                 raise ReplayError(
                     f"a parameter, buffer or input of size {view.size} no longer shares the "
@@ -398,16 +402,16 @@ class _Planned(torch.autograd.Function):
         try:
             with _as_recorded(replay.device), replay.in_pool(begins=True):
                 replay.program.forward.run(memory)
-                # Another tensor on the same storage: what is held here must not hold this node.
+                # Detached, as the memory must hold no tensors that refer to this node.
                 results = tuple(load(memory.held).detach() for load in replay.program.results)
                 for storage in replay.program.handed_over:
                     memory.held[storage] = None
         except BaseException:
-            # At once: what is raised may be held for long, and this frame with it.
+            # Freed now: the exception, and with it this frame, may be kept alive for long.
             memory.clear()
             raise
         ctx.mark_non_differentiable(*compress(results, map(not_, replay.differentiable)))
-        # Zeros that autograd made for outputs without a gradient would be in no plan.
+        # No plan counts the zeros that autograd would make for outputs without a gradient.
         ctx.set_materialize_grads(False)
         ctx.replay, ctx.memory = replay, memory
         ctx.versions = _versions(replay.program, memory)
@@ -457,7 +461,7 @@ class _Planned(torch.autograd.Function):
 
 
 class _Section(torch.autograd.Function):
-    """A later section of the backward pass; forward, only a token for the one before."""
+    """A later section of the backward pass; its forward only makes a token for the one before."""
 
     @staticmethod
     def forward(
@@ -475,15 +479,15 @@ class _Section(torch.autograd.Function):
 
 
 def _is_wanted(leaf: torch.Tensor) -> bool:
-    """Whether the backward pass under way is for the gradient of a leaf, among others."""
+    """Whether the current backward pass computes the gradient of a leaf."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch.autograd.grad was asked for it
+    except RuntimeError:  # it was requested by torch.autograd.grad
         return True
 
 
 def _versions(program: Program, memory: Memory) -> list[tuple[int, int]]:
-    """Versions and memories of what a later pass reads."""
+    """Versions and addresses of tensors that the backward pass reads."""
     held = [memory.held[storage] for storage in program.read_later]
     return [memory_version(tensor) for tensor in held if tensor is not None]
 
@@ -491,9 +495,9 @@ def _versions(program: Program, memory: Memory) -> list[tuple[int, int]]:
 def _as_planned(
     view: View, output_gradient: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Return a gradient in the layout that was traced; `sum` hands over one number, expanded.
+    """Return a gradient in the traced layout; that of `sum` is an expanded scalar, for example.
 
-    Of an output that the loss does not use there is none: zeros.
+    For an output that the loss does not use: zeros.
     """
     if output_gradient is not None and view.shows(output_gradient):
         return output_gradient
@@ -502,22 +506,22 @@ def _as_planned(
 
 
 def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:
-    """Casts of autocast are among the recorded calls; they must not be cast again."""
+    """Disable autocast: its casts are among the recorded calls, and must not be repeated."""
     if torch.is_autocast_enabled(device.type):
         return torch.autocast(device.type, enabled=False)
     return _NOTHING
 
 
 def _alike(inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return what tells whether others are alike, and begin at the same places of memory."""
+    """Return a function that tells whether other tensors have the same forms and offsets."""
     forms, offsets = alike(inputs), [tensor.storage_offset() for tensor in inputs]
-    return lambda others: forms(others) and [one.storage_offset() for one in others] == offsets
+    return lambda others: forms(others) and [t.storage_offset() for t in others] == offsets
 
 
 def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:
-    """Bytes that a forward pass holds until its backward pass: all, and inputs and outputs of it.
+    """Bytes held from a forward to its backward pass: in all, and of its inputs and outputs.
 
-    Those on the host count as well: copies that the peak of one pass has room for are not made.
+    Offloaded storages count as well: copies that the peak of one pass has room for are skipped.
     """
     graph = named.graph
     size = dict(
@@ -525,7 +529,7 @@ def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:
     )
     inputs = {storage.name for storage in graph.storages if storage.role == "input"}
     held = inputs | ({STATE} & size.keys())
-    # The caller may hold these longer than the plan does.
+    # The caller may hold these for longer than the plan.
     callers = inputs | set(graph.ops[graph.op_index[LOSS]].inputs)
     away: set[str] = set()
     for kind, target, _ in plan.actions:

@@ -1,8 +1,8 @@
-"""A trial: the planned step, run once on the sample beside the model's own.
+"""A trial: the planned step and the model's own, each run once on the sample and compared.
 
-What is planned was seen under fake tensors. Their rules may lay results out otherwise than kernels
-do; a model may ask whether its tensors are fake and take another course. Neither can be told from
-a trace, both from one real step. The model is left as it was.
+Plans are made from traces under fake tensors. The layouts of fake results may differ from those of
+kernels, and a model may check for fake tensors and take another branch. A trace shows neither, one
+real step shows both. The model is left unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..step import Step
 from ..target.accelerator import free_bytes, is_apart
 from ..trace.record import Layouts
 
-# Differences up to here are those of sums taken in another order: some hundred roundings.
+# Differences up to here are explained by another order of summation: some hundred roundings.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
 
-# How much further than the model's own step from itself a planned one may be. On CUDA two steps in
-# TF32 that add in any order are as far apart by chance (ResNet-50: 6.1e-3 beside 6.3e-3).
+# How many times the difference of two plain steps a planned step may differ. On CUDA two steps in
+# TF32 with nondeterministic sums differ as much by chance (ResNet-50: 6.1e-3 and 6.3e-3).
 NOISE = 4
 
-# How often a step is traced anew with what kernels were seen to do.
+# How often a step is retraced with layouts that kernels were observed to use.
 _ROUNDS = 8
 
 
@@ -44,16 +44,16 @@ T = TypeVar("T", bound=Step)
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial found.
+    """Result of a trial.
 
-    compared : whether the planned step was held against the model's own
-    different : outputs, gradients and buffers that were not bit-equal, with how far apart they
-        were; see `compare.differences`.
-    failure : why the plan must not be used; empty where it may be.
-    remark : what else there is to say: why nothing was compared, or what the difference is.
-    layouts : results that kernels lay out otherwise than traced. The step has to be traced again,
-        and nothing else was looked at.
-    plain_peak_bytes : the most that the model's own step had of the CPU's allocator; 0 where it was
+    compared : whether the planned step was compared with the model's own
+    different : outputs, gradients and buffers that were not bit-equal, with their differences; see
+        `results.differences`.
+    failure : why the plan must not be used; empty if it may be.
+    remark : other information: why nothing was compared, or what the difference is.
+    layouts : results that kernels lay out differently than traced. The step has to be traced again,
+        and nothing else was checked.
+    plain_peak_bytes : the peak that the model's own step took from the CPU's allocator; 0 if it was
         not counted.
     """
 
@@ -66,7 +66,7 @@ class Trial:
 
     @property
     def difference(self) -> float:
-        """The largest difference; 0 where all is bit-equal."""
+        """The largest difference; 0 if everything is bit-equal."""
         return max(self.different.values(), default=0.0)
 
 
@@ -91,14 +91,14 @@ def tried(
     noted: Layouts = {}
     # Ranks that share parameters run the same steps.
     enough = not somewhere(model, not enough_memory(plain_bytes, device_of(model)))
-    # The planned step first: where kernels lay results out otherwise, the model's own is not run.
+    # The planned step first: if kernels lay results out differently, the model's own is not run.
     try:
         with _noting(step, noted):
             got = measured_step(around(model, step.run), model, arguments, count=False)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
-        # Layouts that were noted are reason enough to trace anew. Else: is it the plan, or the
+    except Exception as error:  # noqa: BLE001 - any error would also occur in training
+        # Recorded layouts are reason enough to trace again. Otherwise: does the plan fail, or the
         # sample?
         if enough and not noted:
             try:
@@ -111,7 +111,7 @@ def tried(
         return Trial(False, {}, layouts=noted)
     if not enough:
         return Trial(False, {}, remark="the model's own step may not fit into the memory there is")
-    # By a profiler, of which torch has one at a time.
+    # Counted by a profiler, and torch allows one at a time.
     counted = counted and device_of(model).type == "cpu" and not is_profiled()
     try:
         expected = measured_step(model, model, arguments, count=counted, kernels=counted)
@@ -119,7 +119,7 @@ def tried(
         different = differences(expected.results, got.results)
         if not somewhere(model, bool(different)):
             return Trial(True, {}, plain_peak_bytes=plain_peak_bytes)
-        # Kernels that add in any order differ from themselves.
+        # Kernels that sum in nondeterministic order differ from run to run.
         second = differences(
             expected.results, measured_step(model, model, arguments, count=False).results
         )
@@ -135,7 +135,7 @@ def tried(
 
 
 def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
-    """Raise SampleError where a model's forward pass, run without gradients, fails on a sample."""
+    """Raise SampleError if a model's forward pass, run without gradients, fails on a sample."""
     if not _has_memory(model, arguments):
         return
     args, kwargs = arguments
@@ -150,7 +150,7 @@ def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, 
 
 @contextmanager
 def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
-    """Let a model be inside as a first forward pass leaves it, and as it was afterwards."""
+    """Put a model into the state after a first forward pass inside; restore it afterwards."""
     if not _has_memory(model, arguments):
         raise TraceError(
             "the forward pass sets attributes in its first run, which needs a model and a sample "
@@ -169,7 +169,7 @@ def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):
-    """Notes where a value of a tensor is looked at."""
+    """Records where the forward pass reads a tensor's value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,14 +184,14 @@ class _Reads(TorchDispatchMode):
 
 
 def _reason(model: torch.nn.Module, arguments: Any) -> str:
-    """Say what may make a replay round otherwise, as far as it can be seen."""
+    """Return what may make a replay round differently, if it is known."""
     args, kwargs = arguments
     with restore_step(model, arguments), torch.no_grad(), _Reads() as reads:
         model(*args, **kwargs)
     if not reads.place:
         return ""
     return (
-        f"; with real tensors the model looks at values ({reads.place}) and may take another "
+        f"; with real tensors the model reads values ({reads.place}) and may take another "
         "branch than under fake ones"
     )
 
@@ -199,10 +199,10 @@ def _reason(model: torch.nn.Module, arguments: Any) -> str:
 def until_laid_out(
     first: Layouts, planned_with: Callable[[Layouts], T], run: Callable[[T], None]
 ) -> tuple[T, Layouts]:
-    """Run a step until its kernels lay results out as traced; return it, and what was seen.
+    """Plan and run a step until all kernels use the traced layouts; return it, and the layouts.
 
-    What follows a result that lies otherwise may lie otherwise too, so steps are planned and run
-    until no more is new.
+    Results computed from one with another layout may have other layouts too, so steps are planned
+    and run until none is new.
     """
     seen = dict(first)
     step = planned_with(seen)
@@ -212,7 +212,7 @@ def until_laid_out(
             with _noting(step, new):
                 run(step)
         except ReplayError:
-            # A kernel that cannot go on with what was laid out for it has said what it wants.
+            # A kernel may fail on the traced layout of its input; that layout was recorded.
             if not new:
                 raise
         if not new.keys() - seen.keys():
@@ -238,7 +238,7 @@ def _judged(
         return Trial(True, {})
     worst = max(different, key=lambda name: different[name])
     says = f"{len(different)} results differ, at most {worst} by {different[worst]:.1e} of its size"
-    # Before the types are asked: chance explains a difference of any size.
+    # Before tolerances of dtypes: nondeterminism explains a difference of any size.
     if NOISE * max(alone.values(), default=0.0) >= different[worst]:
         return Trial(True, different, remark=f"{says}, as two steps without the plan do")
     if different[worst] > max(ROUNDING.get(tensor.dtype, 0.0) for tensor in seen):
@@ -256,7 +256,7 @@ def is_real(held: Sequence[torch.Tensor]) -> bool:
 
 
 def enough_memory(nbytes: int, device: torch.device) -> bool:
-    """Whether a step of this peak fits into what is free; on a host twice, as a full one stops."""
+    """Whether a step of this peak fits into free memory; twice on a host, as a full one stalls."""
     if is_apart(device):
         free = free_bytes(device)
         return free is not None and nbytes < free
