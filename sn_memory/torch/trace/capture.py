@@ -1,9 +1,9 @@
 """A training step of a model under fake tensors: no memory, no arithmetic, all calls.
 
 The model's parameters and buffers are swapped for fake ones while its forward runs, and autograd
-walks back through it as in the real run; the recorder notes each call. Whatever happens, the model
-is put back as it was. A forward that does more than compute from its inputs (keeps a count, draws
-from Python's random numbers, looks at values) cannot be replayed from its calls and is refused.
+runs its backward pass as usual; the recorder records each call. The model is always restored. A
+forward that does more than compute from its inputs (keeps a count, draws from Python's random
+numbers, reads values) cannot be replayed from its calls and is refused.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def capture(
 ) -> Captured:
     """Record a training step of a model; raises TraceError (see `trace`).
 
-    layouts : how kernels were seen to lay results out, as in Recorder; gpu : where the step is to
-    run, if not where the model is; ends : as in Captured, for a model with as many such outputs;
-    arriving : per end the strides with which its gradient comes, None for those of the output;
-    part : of a larger step, which goes on with the gradients of the inputs
+    layouts : observed layouts of kernels' results, as in Recorder; gpu : where the step is to run,
+    if not where the model is; ends : as in Captured, for a model with as many such outputs;
+    arriving : per end the strides of its incoming gradient, None for those of the output; part :
+    whether it is part of a larger step, which continues with the gradients of the inputs
     """
 
     def record(ones: frozenset[int], *, inside: bool = False) -> Captured:
@@ -71,7 +71,7 @@ def capture(
             return replace(record(frozenset()), reads=reads())
         captured = _assuming_ones(record, tree_leaves((args, kwargs)))
         if casting():
-            # Once more, to tell only: would backward inside of autocast make other calls?
+            # Recorded again only to check: would backward inside autocast make other calls?
             inside = record(captured.ones, inside=True)
             captured = replace(captured, only_outside=_course(inside) != _course(captured))
         return replace(captured, reads=reads())
@@ -82,8 +82,8 @@ def _course(captured: Captured) -> list[Any]:
 
 
 def _left_outside(recorder: Recorder) -> str:
-    """Return who holds what a forward computed, now that it is over; nothing if nobody does."""
-    # By weak references first: mostly nothing is held, and all objects of the process are many.
+    """Describe what still holds results of a finished forward; empty if nothing does."""
+    # Weak references first: usually nothing is held, and the process has many objects.
     if not recorder.still_held():
         return ""
     torch.clear_autocast_cache()  # copies of weights, until autocast ends
@@ -96,10 +96,10 @@ def _left_outside(recorder: Recorder) -> str:
     ]
     holders = gc.get_referrers(*left) if left else []
     others = [one for one in holders if one is not left and not isinstance(one, _OF_AUTOGRAD)]
-    # A function that keeps its own result makes a cycle of autograd's nodes: no step meets it.
+    # A function that keeps its own result makes a cycle of autograd nodes, which no step sees.
     if not left or (not others and any(isinstance(x, torch._C._FunctionBase) for x in holders)):
         return ""
-    # Of holders that gc.freeze() took out of sight there is no kind.
+    # Holders hidden by gc.freeze() have no known type.
     kind = type(others[0]).__name__ if others else "place"
     inside = {*map(id, gc.get_referents(*others[:1]))} or {id(left[0])}
     call = next(held[value.untyped_storage()._cdata] for value in left if id(value) in inside)
@@ -113,10 +113,10 @@ _OF_AUTOGRAD = (FrameType, torch.Tensor, torch._C._FunctionBase)
 class _Capture:
     """One recording: fake tensors by the identity of the real ones, and the recorder.
 
-    The first are parameters of `capture`.
+    The first fields are parameters of `capture`.
 
-    ones : places of inputs that the model may look at, as they are all ones
-    inside : whether the backward pass runs inside autocast, where the forward pass does
+    ones : indices of inputs whose values the model may read, as they are all ones
+    inside : whether the backward pass runs inside autocast if the forward pass does
     """
 
     model: torch.nn.Module
@@ -132,15 +132,15 @@ class _Capture:
         self.mode = ValueMode(tracing=True) if self.gpu is None else FakeMode(self.gpu.walk)
         self.recorder = Recorder(self.layouts, self.mode.is_look)
         self.fakes: dict[int, torch.Tensor] = {}
-        # Per fake of an input that is all ones, what the model is given for it.
+        # Per fake of an input that is all ones, the tensor passed to the model instead.
         self.ones_of: dict[int, torch.Tensor] = {}
-        # By id of the fake, as they are before the forward pass: whether a parameter requires a
-        # gradient, and how a parameter or buffer looks at its storage.
+        # By id of the fake, before the forward pass: whether a parameter requires a gradient, and
+        # the View of a parameter or buffer.
         self.trained: dict[int, bool] = {}
         self.views: dict[int, View] = {}
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        """Record the step; raises TraceError for whatever keeps it from being replayed."""
+        """Record the step; raises TraceError if it cannot be replayed."""
         if isinstance(self.model, torch.jit.ScriptModule):
             raise TraceError(
                 "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it "
@@ -175,7 +175,7 @@ class _Capture:
                     f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; "
                     "is it what the model takes?"
                 ) from error
-        # What its modules hold was an error by now.
+        # Results held by its modules have raised an error before this.
         if left:
             raise SetsStateError(
                 f"the forward pass leaves what it computes in a {left}, where a replay of its "
@@ -192,7 +192,7 @@ class _Capture:
         passed = [
             self.with_values(value) if at in self.ones else value for at, value in enumerate(inputs)
         ]
-        # New lists and mappings, so what the forward changes in them is not the caller's.
+        # New lists and mappings, so that the forward cannot change the caller's.
         args, kwargs = tree_unflatten(passed, spec)
         snapshot = StateSnapshot([("arguments", (args, kwargs))])
         with (
@@ -209,7 +209,7 @@ class _Capture:
             is_end = [id(out) in begins for out in outputs]
             del returned
             self.recorder.hand_out(output for output in outputs if _is_tensor(output))
-            # The forward pass is over. It must have left no mark but what calls have written.
+            # The forward pass is over. It may have changed nothing except by recorded calls.
             boundary = len(self.recorder.recording.calls)
             if snapshot.changed():
                 raise changes_what_it_is_given()
@@ -222,7 +222,7 @@ class _Capture:
                 if leaf.requires_grad:
                     first.setdefault(id(leaf), (name, leaf))
             wanted = list(first.values())
-            # Where a gradient may come back, and of these where the backward pass begins.
+            # Outputs that may receive a gradient, and those where the backward pass begins.
             differentiable = tuple(_is_tensor(out) and out.requires_grad for out in outputs)
             ends = tuple(compress(is_end, differentiable))
             ends = tuple(self.ends) if len(self.ends) == len(ends) else ends
@@ -266,9 +266,9 @@ class _Capture:
         return self.fakes[id(tensor)]
 
     def with_values(self, fake: torch.Tensor) -> torch.Tensor:
-        """Return what the model is given for an input of ones: a tensor that it may look at."""
+        """Return the tensor passed to the model for an input of ones; it has values."""
         if id(fake) not in self.ones_of:
-            assert isinstance(self.mode, ValueMode)  # on a GPU that is not here no input has values
+            assert isinstance(self.mode, ValueMode)  # on an absent GPU no input has values
             ones = self.mode.give_ones(fake)
             if ones is not None:
                 self.recorder.alias(ones, fake)
@@ -286,27 +286,27 @@ class _Capture:
             )
         self.recorder.phase, self.recorder.scope = "backward", ""
         with self.recorder.silent():
-            # Made by the caller, so they are no calls of the step.
+            # Made by the caller, so they are not calls of the step.
             output_gradients = [torch.empty_like(out) for out in ends]
             for at, stride in enumerate(self.arriving):
                 if stride is not None:
                     output_gradients[at] = torch.empty_strided(
                         ends[at].shape, stride, dtype=ends[at].dtype, device=ends[at].device
                     )
-        # What `.grad` may not be: memory of the caller's, or of another gradient.
+        # Storages that `.grad` must not use: the caller's, or those of other gradients.
         taken = {self.recorder.meet(gradient).storage for gradient in output_gradients}
         arrived: Sequence[torch.Tensor | None]
         if self.gpu is not None:
             arrived = self.gpu.gradients(ends, wanted, output_gradients)
         else:
-            # In this thread: on an accelerator autograd has one of its own, which may let go of the
-            # last gradients after this call has returned, as if somebody held them.
+            # In this thread: on an accelerator autograd uses another one, which may release the
+            # last gradients after this call has returned, as if something still held them.
             with (
                 nullcontext() if self.inside else outside_autocast(),
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 arrived = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
-        # Only now, as the backward pass may meet constants.
+        # After the backward pass, which may add constants.
         taken |= set(self.recorder.recording.roles)
         gradients = []
         for leaf, gradient in zip(wanted, arrived, strict=True):
@@ -319,11 +319,11 @@ class _Capture:
     def as_stored_in_grad(
         self, leaf: torch.Tensor, gradient: torch.Tensor, taken: set[int]
     ) -> torch.Tensor:
-        """Copy a gradient where `.grad` would: it lies otherwise than its leaf, or is shared.
+        """Copy a gradient if `.grad` would: its layout differs from its leaf's, or it is shared.
 
-        Done here, one by one, the copies are in the plan; left to autograd they are made at the
-        end, beside all the others. What a part is given is no leaf, and its gradient goes on as it
-        lies: kernels that sum in the order of memory would round otherwise.
+        Done here, one by one, the copies are in the plan; left to autograd, all are made at the
+        end. The inputs of a part are not leaves, and their gradients keep their layouts: kernels
+        that sum in memory order would round differently.
         """
         goes_on = self.part and id(leaf) not in self.trained
         with self.recorder.silent():
@@ -380,7 +380,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _leaves_of(outputs: Iterable[torch.Tensor]) -> set[int]:
-    """Return which leaves outputs depend on, by id."""
+    """Return the ids of the leaves that outputs depend on."""
     waiting = [get_gradient_edge(out).node for out in outputs]
     seen = set(waiting)
     while waiting:
@@ -394,7 +394,7 @@ def _leaves_of(outputs: Iterable[torch.Tensor]) -> set[int]:
 def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
-    # The hooks are those of all modules in the process, in other threads too.
+    # These hooks run for all modules in the process, in other threads too.
     stack, tracing = [""], get_ident()
 
     def enter(module: torch.nn.Module, args: Any) -> None:
@@ -424,11 +424,11 @@ def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
 def _assuming_ones(
     record: Callable[[frozenset[int]], Captured], arguments: Iterable[Any]
 ) -> Captured:
-    """Return what is recorded of a step that may look at those of its inputs that are all ones.
+    """Return the recording of a step that may read those of its inputs that are all ones.
 
-    It says as well at which inputs the model would look if they were.
+    It also states which inputs the model would read if they were all ones.
 
-    record : records the step, where these inputs, by their places, are ones and have values
+    record : records the step with values for the inputs of these indices, which are ones
     """
     flags = [
         (place, is_ones(arg))
@@ -445,7 +445,7 @@ def _assuming_ones(
 
     others = frozenset(place for place, ones in flags if not ones)
     looked = set(captured.ones)
-    # Together first: mostly none makes a difference.
+    # All together first: usually none makes a difference.
     if others and differs(others):
         looked |= {other for other in others if len(others) == 1 or differs(frozenset({other}))}
     return replace(captured, looked=frozenset(looked))
@@ -461,19 +461,19 @@ def _or_none(record: Callable[[frozenset[int]], Captured], ones: frozenset[int])
 def _fewest_ones(record: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
     """Return the recording in which as few as possible of these inputs have values.
 
-    ones : places of inputs that are all ones. Without values where nothing comes of them, or where
+    ones : indices of inputs that are all ones. They get no values if these change nothing, or if
         the model cannot be recorded with them.
     """
     looking = _or_none(record, ones) if ones else None
     if looking is None:
         return record(frozenset())
-    # Where this raises, the model cannot be traced but for inputs of ones.
+    # If this raises, the model can only be traced for inputs of ones.
     blind = _or_none(record, frozenset())
     if blind is not None and _same(blind, looking):
         return blind
     for place in sorted(ones):
-        # Where it cannot be recorded without the values of one, that one is looked at. The last one
-        # stays: without any the recording is another, as was seen above.
+        # If it cannot be recorded without the values of an input, that input is read. The last one
+        # stays: without any, the recording differs, as checked above.
         fewer = _or_none(record, ones - {place}) if len(ones) > 1 else None
         if fewer is not None and _same(fewer, looking):
             looking, ones = fewer, ones - {place}
@@ -481,7 +481,7 @@ def _fewest_ones(record: Callable[[frozenset[int]], Captured], ones: frozenset[i
 
 
 def _same(one: Captured, other: Captured) -> bool:
-    """Whether two recordings make the same calls on the same storages, and hand out the same."""
+    """Whether two recordings make the same calls on the same storages, with the same outputs."""
     constants, others = one.recording.constants, other.recording.constants
     return (
         list(map(_comparable, one.recording.calls)) == list(map(_comparable, other.recording.calls))
@@ -492,14 +492,14 @@ def _same(one: Captured, other: Captured) -> bool:
 
 
 def _comparable(call: Call) -> tuple[Any, ...]:
-    """Return what is called with what; a default that is spelled out, as some modes do, is one."""
+    """Return a call in comparable form; defaults spelled out by some modes are equal to omitted."""
     args, kwargs = call.arguments(lambda view: view)
     inputs = [*named_arguments(call.target, args, kwargs).values()]
-    # A tensor whose form alone is read stands there on the meta device, without values to compare.
+    # A tensor of which only the form is read is on the meta device, without values to compare.
     inputs = tree_map_only(
         torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), inputs
     )
-    # NaN, as it is written, is equal to itself.
+    # By `repr`, NaN is equal to itself.
     inputs = tree_map_only(float, repr, inputs)
     return call.target, inputs, call.outputs, call.makes, call.writes, call.phase, call.scope
 

@@ -1,9 +1,9 @@
-"""What torch runs below autograd, recorded as calls on storages.
+"""Recording of what torch runs below autograd, as calls on storages.
 
-FX graphs name tensors, and make_fx or AOTAutograd turn in-place ops into others on the way; then
-neither the memory nor the bits are those of the eager run. Here a dispatch mode notes each call as
-it reaches the kernels, forward and backward alike, and each tensor as a *view*: which storage, and
-how it is looked at. View ops cost nothing and are not calls; whoever needs a view takes it anew.
+FX graphs name tensors, and make_fx or AOTAutograd functionalize in-place ops; then neither the
+memory nor the bits are those of the eager run. Here a dispatch mode records each call as it reaches
+the kernels, in forward and backward pass, and each tensor as a *view*: a storage with size, stride
+and offset. View ops cost nothing and are not calls; views are recreated where they are needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..model.results import Form
 from ..model.snapshot import named_arguments, written_arguments, written_to
 from ..target.accelerator import asked_for_device
 
-# torch conjugates and negates lazily: a bit on the tensor, which the kernel that reads it resolves.
-# A View has no such bit, so the result is computed where it is asked for.
+# torch conjugates and negates lazily: by a bit of the tensor, resolved by the kernel that reads it.
+# A View has no such bit, so the result is computed immediately.
 _MADE_AT_ONCE = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
@@ -41,19 +41,19 @@ _FORM_ONLY = {
     )
 }
 # Tagged as random, but they draw nothing: they take the seed and offset that the forward call
-# returned, so their dropout is no random op of the backward pass, which would be refused.
+# returned, so they are not random ops of the backward pass, which would be refused.
 _SEED_GIVEN = {
     getattr(torch.ops.aten, name)
     for kind in ("cudnn", "flash", "efficient")
     if hasattr(torch.ops.aten, name := f"_scaled_dot_product_{kind}_attention_backward")
 }
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-MASK = 10  # place of `output_mask`: which gradients are wanted, of input, weight and bias
+MASK = 10  # index of `output_mask`: the requested gradients, of input, weight and bias
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """How a tensor looks at a storage; what `as_strided` needs."""
+    """A tensor as a view of a storage: the arguments of `as_strided`."""
 
     storage: int
     size: tuple[int, ...]
@@ -63,11 +63,11 @@ class View:
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-        """Size, stride and type: what a kernel is chosen by, wherever the tensor begins."""
+        """Size, stride and dtype, by which kernels are selected; without the offset."""
         return self.size, self.stride, self.dtype
 
     def shows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor looks so at its storage, whichever that is."""
+        """Whether a tensor is this view of its storage, whichever that is."""
         return (
             tensor.size() == self.size
             and tensor.stride() == self.stride
@@ -88,24 +88,24 @@ def _one_of(spec: Any) -> Any:
 
 
 def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """As `tree_flatten`, with one specification for all that are equal: a deep net has few."""
+    """Like `tree_flatten`, but equal specifications are the same object: a deep net has few."""
     flat, spec = tree_flatten(tree)
     return flat, _one_of(spec)
 
 
-# What a kernel was seen to return: by the forms of its arguments, the form of each result.
+# Observed layouts of kernels: the forms of the results, by the forms of the arguments.
 Layouts = dict[Hashable, tuple[View | None, ...]]
 
 
 def layout_key(func: Any, flat: Sequence[Any]) -> Hashable:
-    """What the layout of a kernel's results depends on: the forms of its arguments, not values."""
+    """Key for the layout of a kernel's results: the forms of its arguments, not their values."""
     return str(func), *(arg.form if isinstance(arg, View) else repr(arg) for arg in flat)
 
 
 def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], list[Any], Any]]:
-    """Return the two calls that a replay makes of a `convolution_backward`: mask, flat, spec.
+    """Return the two calls into which a replay splits `convolution_backward`: mask, flat, spec.
 
-    Weight and bias first, then the input; none where it is asked for one of them only.
+    Weight and bias first, then the input; empty if only one of them is requested.
     """
     args, kwargs = tree_unflatten(list(flat), spec)
     wanted = list(args[MASK])
@@ -120,13 +120,13 @@ def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], 
 class Call:
     """One call of a kernel.
 
-    target : the overload, as `torch.ops.aten.mul.Tensor`
-    flat, spec : arguments, flattened; tensors stand there as View
-    outputs : per flat output: its View, or None where it is no tensor
-    makes, writes : storages that are new with this call; storages it changes
+    target : the overload, e.g. `torch.ops.aten.mul.Tensor`
+    flat, spec : arguments, flattened; tensors as View
+    outputs : per flat output: its View, or None if it is not a tensor
+    makes, writes : storages that this call creates; storages that it changes
     phase : `forward` or `backward`
-    random : it draws from torch's random number generator
-    scope : path of the module that ran it, as `layer1.0.conv1`; empty in the backward pass
+    random : whether it draws from torch's random number generator
+    scope : path of the module that ran it, e.g. `layer1.0.conv1`; empty in the backward pass
     """
 
     target: Any
@@ -141,7 +141,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        """Name of the op without its overload, as `convolution_backward`."""
+        """Name of the op without its overload, e.g. `convolution_backward`."""
         return str(self.target.overloadpacket.__name__)
 
     @property
@@ -155,7 +155,7 @@ class Call:
         return tuple(dict.fromkeys(view.storage for view in self.views))
 
     def arguments(self, tensor_of: Callable[[View], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) with each view put in by `tensor_of`."""
+        """Return (args, kwargs) with each view replaced by `tensor_of` of it."""
         flat = [tensor_of(arg) if isinstance(arg, View) else arg for arg in self.flat]
         args, kwargs = tree_unflatten(flat, self.spec)
         return args, kwargs
@@ -166,8 +166,8 @@ class Recording:
     """Calls in order, and the storages they work on.
 
     nbytes, device : per storage
-    roles : per storage that was there before the first call, what it is
-    constants : of these storages, those that belong to nobody, with the tensor that holds them
+    roles : role of each storage that existed before the first call
+    constants : those of these storages that only the recording holds, with their tensors
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -179,33 +179,33 @@ class Recording:
 
 @dataclass(frozen=True)
 class Captured:
-    """The calls of a training step, and which storages are whose.
+    """The calls of a training step, and the roles of storages.
 
-    boundary : how many of them belong to the forward pass; the loss comes after those.
+    boundary : number of calls that belong to the forward pass; the loss comes after those.
     parameters, buffers : path and View of each; of several paths to the same tensor the first.
-    inputs : view per flat input, None where it is no tensor
-    outputs : per flat output: its View, or the value itself where it is no tensor.
-    output_form : how the flat outputs make up what the model returns
-    differentiable : per flat output, whether a gradient may come back for it
-    output_gradients : view of the gradient of each output at which the backward pass begins, as
-        that wants it
+    inputs : View per flat input, None if it is not a tensor
+    outputs : per flat output: its View, or the value itself if it is not a tensor.
+    output_form : structure that the model returns, filled with the flat outputs
+    differentiable : per flat output, whether it may receive a gradient
+    output_gradients : view of the gradient of each output at which the backward pass begins, in the
+        layout that this pass expects
     gradients : name and View of the gradient for each parameter that requires one and then for each
-        flat input that does (`input 0`); None where these outputs do not depend on it.
+        flat input that does (`input 0`); None if these outputs do not depend on it.
     only_outside : the forward pass runs under autocast, and the backward pass, recorded outside of
         it as torch advises, would make other calls inside
-    numbers : per call, its place before any was put off; empty where none was. Ops are named by it,
-        so that they have the same names at another batch size, where others are put off.
-    earlier : per parameter whose gradient is there when the step begins, as after an earlier
-        micro-batch, its name and the storage of that gradient. The new one is added to it by a
-        call, which in a replay is autograd's.
-    updated : per parameter that is updated as soon as its gradient is complete, and the gradient
-        then let go, its name and storage. The update is a call, which in a replay is a hook's.
-    ones : places of flat inputs that are all ones: the model looked at them, and would otherwise
-        make other calls.
-    looked : these and those of inputs that are not, where it would make other calls if they were
-    ends : per differentiable output, whether the backward pass begins at it: at the loss alone
-        where the model returns one.
-    of_others : places among `gradients` that are None, as only the other outputs depend on them
+    numbers : per call, its index before any was deferred; empty if none was. Ops are named by it,
+        so that they have the same names at another batch size, where others are deferred.
+    earlier : name and gradient storage of each parameter that has a gradient when the step begins,
+        e.g. after an earlier micro-batch. A call accumulates the new one into it; in a replay,
+        autograd does.
+    updated : name and storage of each parameter that is updated as soon as its gradient is
+        complete, which is then freed. The update is a call; in a replay, a hook does it.
+    ones : indices of flat inputs that are all ones: the model read them, and would otherwise make
+        other calls.
+    looked : these, and indices of other inputs for which it would make other calls if all were ones
+    ends : per differentiable output, whether the backward pass begins at it: only at the loss if
+        the model returns one.
+    of_others : indices in `gradients` that are None, as only the other outputs depend on them
     reads : per module, the attributes that were read
     """
 
@@ -231,14 +231,14 @@ class Captured:
 
     @property
     def returned(self) -> set[int]:
-        """Storages of what the model returns."""
+        """Storages of the model's outputs."""
         return {output.storage for output in self.outputs if isinstance(output, View)}
 
     @property
     def summed(self) -> dict[int, int]:
-        """Per storage that gradients are added to, the number of the call that does it.
+        """Index of the accumulating call, by the storage that gradients are accumulated into.
 
-        That is a gradient that is there, or a parameter that is updated at once.
+        That is an earlier gradient, or a parameter that is updated immediately.
         """
         accumulated = {storage for _, storage in (*self.earlier, *self.updated)}
         return {
@@ -250,7 +250,7 @@ class Captured:
 
 
 def _generator_state() -> bytes:
-    # Under the modes of a trace the state itself would be a fake tensor.
+    # Under the modes of a trace the state would be a fake tensor.
     with _disable_current_modes():
         return torch.default_generator.get_state().numpy().tobytes()
 
@@ -259,11 +259,10 @@ class Recorder(TorchDispatchMode):
     """Records what runs inside `with`. Entered after FakeTensorMode, so it sees fake tensors.
 
     Raises TraceError for what cannot be replayed: tensors without strides, random numbers drawn in
-    the backward pass or from a generator of the user's own.
+    the backward pass or from a user's own generator.
 
-    layouts : how kernels were seen to lay their results out, where the rules for fake tensors say
-        otherwise; the kernels have the last word.
-    is_look : tells whether a call only looks at values that are there, which is no call of the step
+    layouts : observed layouts of kernels' results; they override the rules for fake tensors.
+    is_look : tells whether a call only reads known values, which is not a call of the step
     """
 
     supports_higher_order_operators = True  # to refuse them by name
@@ -280,30 +279,30 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
         self.scope = ""
         self._number: dict[int, int] = {}
-        # A storage that dies would leave its address to the next one; its memory may go.
+        # Weak references keep addresses of freed storages from being reused, without their memory.
         self._addresses: list[StorageWeakRef] = []
-        # By number those of tensors without values: to tell whether somebody still holds them.
+        # Storages without values, by number: to tell whether something still holds them.
         self._fakes: dict[int, StorageWeakRef] = {}
-        # Per storage of a tensor that Python made: how many calls were before it, and the scope.
+        # Per storage of a tensor made from Python data: the number of calls before it, and scope.
         self._lifted: dict[int, tuple[int, str]] = {}
-        # Storages of which one is the other's conjugate.
+        # Storages that should be conjugate views of each other.
         self._separate: set[int] = set()
-        # Memories of real parameters: fake ones stand in the modules for them.
+        # Storages of real parameters: in the modules they are replaced by fake ones.
         self.weights: set[int] = set()
         self._silent = False
-        # Fake tensors draw nothing, so it stays as it is unless the forward sets it.
+        # Fake tensors draw nothing, so it is constant unless the forward sets it.
         self._generator = _generator_state()
-        # Sizes, strides and views that were met before: equal ones are one object.
+        # Interned sizes, strides and views.
         self._met: dict[Any, Any] = {}
 
     def give(self, tensor: torch.Tensor, what: str) -> View:
-        """Say that a tensor is there before the first call."""
+        """Register a tensor that exists before the first call."""
         view = self.meet(tensor)
         self.recording.roles.setdefault(view.storage, what)
         return view
 
     def alias(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
-        """Let a tensor with values count as a fake one that lies as it does."""
+        """Let a tensor with values count as a fake one of the same layout."""
         memory = tensor.untyped_storage()
         self._number[memory._cdata] = self._storage(fake)
         self._addresses.append(StorageWeakRef(memory))
@@ -318,13 +317,13 @@ class Recorder(TorchDispatchMode):
             self._silent = False
 
     def still_held(self) -> dict[int, Call]:
-        """Return by memory what somebody holds, with the calls that made it."""
+        """Return the storages that something still holds, with the calls that made them."""
         held = {at: fake.cdata for at, fake in self._fakes.items() if not fake.expired()}
         calls = self.recording.calls
         return {held[number]: call for call in calls for number in call.makes if number in held}
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Return how a tensor looks at its storage; it must have been seen before."""
+        """Return the View of a tensor whose storage is known."""
         if tensor.untyped_storage()._cdata not in self._number:
             raise TraceError(
                 f"a tensor of shape {tuple(tensor.shape)} comes from nowhere: no recorded call "
@@ -343,7 +342,7 @@ class Recorder(TorchDispatchMode):
                 f"it calls the higher-order op {func.name()}, whose functions are no ops to record."
             )
         kwargs = kwargs or {}
-        # Ops of `prim` ask a tensor for its device or layout: no kernel runs.
+        # Ops of `prim` query a tensor's device or layout: no kernel runs.
         if self._silent or func.namespace == "prim" or self._is_look(func, (args, kwargs)):
             return func(*args, **kwargs)
         if func is torch.ops.aten.lift_fresh.default:
@@ -352,7 +351,7 @@ class Recorder(TorchDispatchMode):
             return self._of_form(func, args, kwargs)
         if func in _MADE_AT_ONCE:
             return self._made_at_once(_MADE_AT_ONCE[func], args[0])
-        # By memory: fake parameters stand in the modules, so a real one comes from elsewhere.
+        # By storage: the modules have fake parameters, so a real one comes from elsewhere.
         for tensor in written_to(func, args, kwargs) if self.weights else ():
             if tensor.untyped_storage()._cdata in self.weights:
                 raise TraceError(
@@ -369,10 +368,10 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _as_seen(self, func: Any, views: Sequence[Any], spec: Any, result: Any) -> Any:
-        """Return a result laid out as the kernel was seen to do it."""
+        """Return a result in the observed layout of the kernel."""
         calls = [views]
         if func is CONVOLUTION_BACKWARD:
-            # A trial saw the two calls that a replay makes of it.
+            # A trial observed the two calls into which a replay splits it.
             calls += [flat for _, flat, _ in convolution_parts(views, spec)]
         seen = [forms for call in calls if (forms := self.layouts.get(layout_key(func, call)))]
         if not seen:
@@ -391,7 +390,7 @@ class Recorder(TorchDispatchMode):
         writes = written(func, views, spec)
         for storage in self._lifted.keys() & set(writes):
             self._lift_anew(storage)
-        # Numbers are given in order: those from here on are of storages that this call allocated.
+        # Numbers are assigned in order: from here on, those of storages that this call allocated.
         known = len(self.recording.nbytes)
         outputs = tuple(
             self.meet(out) if isinstance(out, torch.Tensor) else None
@@ -407,11 +406,11 @@ class Recorder(TorchDispatchMode):
             and func.overloadpacket not in _SEED_GIVEN
             and not _no_dropout(func, views, spec)
         )
-        # As inside `fork_rng`, which puts the state back before the forward ends.
+        # E.g. inside `fork_rng`, which restores the state before the forward ends.
         if random and _generator_state() != self._generator:
             raise TraceError(SEEDS)
         makes = tuple(range(known, len(self.recording.nbytes)))
-        # A view is no call: whoever needs it takes it of the storage, with `as_strided`.
+        # A view is not a call: it is recreated from its storage, with `as_strided`.
         if not makes and not writes and not random and is_view(views, outputs):
             return
         if random and self.phase == "backward":
@@ -425,7 +424,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _lift(self, func: Any, tensor: torch.Tensor) -> Any:
-        """A tensor that Python made, as torch.tensor([1, 2]): the same in each step."""
+        """Register a tensor of Python data, e.g. torch.tensor([1, 2]): the same in each step."""
         result = func(tensor)
         storage = self._storage(result)
         self.recording.roles.setdefault(storage, "constant")
@@ -434,12 +433,12 @@ class Recorder(TorchDispatchMode):
         return result
 
     def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Say what the model returns: of what Python made the caller may write to it."""
+        """Register the model's outputs: the caller may write to tensors made from Python data."""
         for storage in self._lifted.keys() & {self._storage(tensor) for tensor in tensors}:
             self._lift_anew(storage)
 
     def _lift_anew(self, storage: int) -> None:
-        """Let each step have a tensor of its own of one that Python made, as it is written to."""
+        """Clone a tensor made from Python data in each step, as it is written to."""
         if self.phase == "backward":
             raise TraceError(
                 "the backward pass writes into a tensor that the forward pass made of Python's "
@@ -448,8 +447,8 @@ class Recorder(TorchDispatchMode):
         place, scope = self._lifted.pop(storage)
         constant = self.recording.constants.pop(storage)
         del self.recording.roles[storage]
-        # The constant keeps its values under a new number. The old one, which the calls so far
-        # name, becomes the result of a clone, placed where Python made the tensor.
+        # The constant keeps its values under a new number. The old number, used by earlier calls,
+        # becomes the result of a clone, inserted where the tensor was made.
         view = self.give(constant, "constant")
         self.recording.constants[view.storage] = constant
         _, spec = flattened(((constant,), {}))
@@ -462,7 +461,7 @@ class Recorder(TorchDispatchMode):
         }
 
     def _of_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that asks its first argument for shape and type only, and so need not have it."""
+        """Record a call that reads only the form of its first argument, without that argument."""
         like = args[0]
         with unset_fake_temporarily():
             form = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
@@ -474,9 +473,9 @@ class Recorder(TorchDispatchMode):
         return result
 
     def _made_at_once(self, func: Any, tensor: torch.Tensor) -> Any:
-        """Compute a conjugate or negation that torch would make a view: a write shows in one only.
+        """Compute a conjugate or negation that torch would make a view.
 
-        So from now on a call that writes to either is refused.
+        A write to one would not show in the other, so from now on such a call is refused.
         """
         result = func(tensor)
         _, spec = flattened(((tensor,), {}))
@@ -499,7 +498,7 @@ class Recorder(TorchDispatchMode):
                     "and is not a parameter of the model. Pass it as an argument, or register "
                     "it as a parameter."
                 )
-            # The model keeps it outside of its parameters and buffers: the same in each step.
+            # Kept by the model outside of its parameters and buffers: the same in each step.
             self.recording.constants[self.give(arg, "constant").storage] = arg
         return self.meet(arg)
 
@@ -522,7 +521,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def meet(self, tensor: torch.Tensor) -> View:
-        """Return how a tensor looks at its storage, which gets a number if it has none yet."""
+        """Return the View of a tensor, whose storage gets a number if it has none yet."""
         view = form_of(tensor, self._storage(tensor))
         if view not in self._met:
             size, stride = (self._met.setdefault(part, part) for part in (view.size, view.stride))
@@ -532,19 +531,19 @@ class Recorder(TorchDispatchMode):
 
 
 def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
-    """Whether a call does nothing but look at its arguments another way."""
+    """Whether a call only returns views of its arguments."""
     read = {arg.storage for arg in views if isinstance(arg, View)}
-    # One without results (an effect, as an assertion) is none.
+    # A call without results (an effect, e.g. an assertion) is not a view.
     return bool(outputs) and all(out is not None and out.storage in read for out in outputs)
 
 
 def written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
-    """Storages that the schema says are changed."""
+    """Storages that a call changes according to its schema."""
     leaves = tree_leaves(written_arguments(func, *tree_unflatten(list(views), spec)))
     return tuple(dict.fromkeys(view.storage for view in leaves if isinstance(view, View)))
 
 
 def _no_dropout(func: Any, views: tuple[Any, ...], spec: Any) -> bool:
-    """Whether a call that may drop out says that it drops nothing."""
+    """Whether a call that takes a dropout probability is called with 0."""
     named = named_arguments(func, *tree_unflatten(list(views), spec))
     return named.get("dropout_p", named.get("dropout", 1)) == 0

@@ -22,14 +22,14 @@ STATE = "random state"
 
 @dataclass(frozen=True)
 class GraphBinding:
-    """The graph of a capture, and what its names stand for.
+    """The graph of a capture, and the meaning of its names.
 
     graph : ops are the calls in order, with the op `loss` after the forward pass
-    call_of : name of an op to the number of its call; `loss` has none.
+    call_of : name of an op to the index of its call; `loss` has none.
     storage_of : name of a storage to its number in the recording
-    random_states : name of an op, and of the storage that it makes, to the number of a call that
-        draws: that is where the state is kept from which the call draws again. No call stands
-        behind it.
+    random_states : name of an op, and of its storage, to the index of a call that draws random
+        numbers: the storage keeps the state from which the call draws again. The op itself is not a
+        call.
     """
 
     graph: Graph
@@ -54,10 +54,10 @@ def to_graph(
 
     seconds : measured time per call; None leaves it to the roofline.
     allocator : how the device rounds sizes
-    extra : resident storages that are no part of the step, as the optimizer's state
-    ways : per call, the ways to carry it out; none where there is no choice.
-    random_state_bytes : of a generator's state in the memory that is planned: it is kept until the
-        last time that a random op runs, and twice while that runs.
+    extra : resident storages outside of the step, e.g. the optimizer's state
+    ways : per call, the workspaces of its alternative implementations; empty if it has none.
+    random_state_bytes : of a generator's state in the planned memory: it is kept until the last run
+        of a random op, and a second time during that run.
     unplanned_peak_bytes : see Graph
     """
     recording = captured.recording
@@ -84,13 +84,13 @@ def to_graph(
     )
     rows.insert(captured.boundary, loss)
     states: dict[str, int] = {}
-    # Behind each op that draws, one that keeps the state: its own storage, which the plan may drop.
+    # Before each op that draws, one that keeps the state in a storage that the plan may drop.
     if random_state_bytes:
         states = {f"{row.name}: {STATE}": call_of[row.name] for row in rows if row.replayable}
         rows = [op for row in rows for op in _with_state(row, random_state_bytes)]
         storages += [Storage(state, random_state_bytes, held=True) for state in states]
     if states:
-        # Where gradients of gradients are asked for, the step runs again from its beginning.
+        # For gradients of gradients, the step runs again from its beginning.
         storages.append(Storage(STATE, random_state_bytes, "state"))
     graph = Graph(
         [*storages, *extra],
@@ -105,19 +105,19 @@ def to_graph(
 
 
 def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
-    """Return an op that draws again from a state that is kept, behind the op that keeps it."""
+    """Return an op that draws from a kept state, preceded by the op that keeps the state."""
     if not op.replayable:
         return (op,)
     name = f"{op.name}: {STATE}"
     kept = Op(name, (), (name,), kind=STATE, phase=op.phase, seconds=0.0, once=True)
-    # The generator's own, put back afterwards: beside the scratch of the op.
+    # The generator's own state, restored afterwards: in addition to the scratch of the op.
     ways = tuple(replace(workspace, bytes=workspace.bytes + nbytes) for workspace in op.workspaces)
     ways = ways or (Workspace(nbytes),)
     return kept, replace(op, inputs=(*op.inputs, name), workspaces=ways)
 
 
 def statistics(call: Call) -> tuple[int, ...]:
-    """Places among the flat arguments of what `hidden_statistics` names."""
+    """Indices in the flat arguments of what `hidden_statistics` names."""
     if not takes_statistics(call.target):
         return ()
     args, kwargs = call.arguments(lambda view: view)
@@ -128,7 +128,7 @@ def statistics(call: Call) -> tuple[int, ...]:
 
 
 def flops(call: Call) -> float:
-    """Arithmetic of a call, as torch's own counter or our rules have it; 0 for the rest."""
+    """FLOPs of a call by torch's own counter or our rules; 0 for all others."""
     sizes = [view.size for view in call.views]
     # torch 2.13's registry has neither recurrent layers nor grouped products.
     if call.target in recurrent.OPS:
@@ -154,7 +154,7 @@ _SHORT = {
 
 
 def _computes_in(call: Call) -> str:
-    """Return what a call of products computes in, as devices name it; float32 perhaps as TF32."""
+    """Return the type that products of a call are computed in, by its short name, e.g. tf32."""
     dtypes = [view.dtype for view in call.views if view.dtype.is_floating_point]
     short = _SHORT.get(dtypes[0], "") if dtypes else ""
     switches: Any = torch.backends
@@ -163,7 +163,7 @@ def _computes_in(call: Call) -> str:
 
 
 def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
-    """Names of all storages that are given or used; of several paths to one, the first."""
+    """Names of all storages of inputs and calls; of several paths to one, the first."""
     names: dict[int, str] = {}
     for name, view in (*captured.parameters, *captured.buffers):
         names.setdefault(view.storage, name)
@@ -186,27 +186,27 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
     recording, main = captured.recording, main_device(captured)
     gradients = {view.storage for _, view in captured.gradients if view is not None}
     gradients |= {view.storage for view in captured.output_gradients}
-    # What is added to a gradient that is there, or to its parameter, is not held beside it.
+    # A gradient that is added to an existing one, or to its parameter, is not kept as well.
     present = {name for name, _ in (*captured.earlier, *captured.updated)}
     added = {view.storage for name, view in captured.gradients if view and name in present}
     kept = ((gradients - added) | captured.returned) - set(recording.roles)
-    # The caller's as well, or autograd's.
+    # Held by the caller, or by autograd, as well.
     held = captured.returned | {view.storage for view in captured.output_gradients}
     result = []
-    # By number, which is the order in which they came to be: plans break ties by it.
+    # By number, the order of their creation, by which plans break ties.
     for number in sorted(names):
         role = recording.roles.get(number, "gradient" if number in gradients else "activation")
-        # What lies elsewhere (a scalar on the host) is no business of the device's budget.
+        # Storages elsewhere (e.g. a scalar on the host) do not count for the device's budget.
         size = recording.nbytes[number] if recording.device[number] == main else 0
         result.append(Storage(names[number], size, role, number in kept, number in held))
     return result
 
 
 def _once_copied(ops: list[Op], roles: dict[str, str]) -> list[Op]:
-    """Let what is computed of the model alone, and of a buffer that the step changes, run once.
+    """Mark as `once` ops that read only the model, and among it a buffer that the step changes.
 
-    A copy of the buffer, as spectral_norm makes of its vectors: when it ran again, the next forward
-    pass might have changed the buffer, which the model itself made the copy for.
+    For example the copies of its vectors that spectral_norm makes: before such an op runs again,
+    the next forward pass might change the buffer, which is the reason for the copy.
     """
     changed = {name for op in ops for name in op.writes if roles.get(name) == "state"}
     return [
@@ -219,7 +219,7 @@ def _once_copied(ops: list[Op], roles: dict[str, str]) -> list[Op]:
 
 
 def main_device(captured: Captured) -> torch.device:
-    """The device of the parameters, or of the inputs of a part without, whose memory is planned."""
+    """The device whose memory is planned: of the parameters, or else of the inputs of a part."""
     views = [view for _, view in captured.parameters]
     views += [view for view in captured.inputs if view is not None]
     return captured.recording.device[views[0].storage]
@@ -233,8 +233,8 @@ def _op(
     captured: Captured,
     seconds: float | None,
 ) -> Op:
-    # An op that writes a resident storage may never run twice. A second run is given no statistics
-    # of the model, so those are not named as written; statistics that the step makes itself are.
+    # An op that writes a resident storage may never run twice. A second run gets no statistics of
+    # the model, so those do not count as written; statistics that the step makes itself do.
     hidden = [call.flat[place].storage for place in statistics(call)]
     writes = [*call.writes, *(own for own in hidden if own not in captured.recording.roles)]
     count = flops(call) if seconds is None else 0.0
@@ -249,10 +249,10 @@ def _op(
         flops=count,
         dtype=_computes_in(call) if count else "",
         random=call.random,
-        # Run again, it draws from the state that it was run from.
+        # In a rerun, it draws from the state of the first run.
         replayable=call.random,
         effect=not call.makes and not call.writes,
         collective="c10d" in call.target.namespace,
-        # The caller holds what is handed out: giving it back would free nothing.
+        # The caller holds outputs: releasing them here would free nothing.
         once=bool(returned & set(call.makes)),
     )

@@ -1,7 +1,7 @@
 """trace: a training step of a model as a graph, with nothing allocated.
 
-Everything that follows (plan, estimate, verify) starts here. What the calls are is in capture.py,
-how they become a graph in to_graph.py, where seconds come from in op_seconds.py.
+`plan`, `estimate` and `verify` start here. capture.py records the calls, to_graph.py converts them
+to a graph, op_seconds.py measures their seconds.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Trace:
     captured
         The calls behind it.
     layouts
-        What it was traced with.
+        Layouts that it was traced with.
     notes
-        What is estimated, or counted otherwise than the GPU that was named would run it.
+        What is estimated, or counted in another way than the named GPU would run it.
     """
 
     named: GraphBinding
@@ -81,13 +81,13 @@ class Trace:
 
     @property
     def resident_bytes(self) -> int:
-        """Resident bytes that are no part of the step: the optimizer's state."""
+        """Resident bytes outside of the step: the optimizer's state."""
         return sum(storage.bytes for storage in self.graph.storages if storage.name == OPTIMIZER)
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A sample as a call has it: arguments by place and by name."""
+    """A sample as the arguments of a call: positional and by keyword."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -96,9 +96,9 @@ class CallArguments:
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, the rest one arg.
 
-    Tensors that were computed, as by the part of a network before the model, come as leaves: what
-    runs on the sample goes backward no further than to them. A packed sequence is one, though torch
-    made it a tuple. A list is several samples to `plan`, and refused here.
+    Computed tensors, e.g. results of a network before the model, become leaves: the backward pass
+    of the sample ends at them. A packed sequence is one argument, though it is a tuple. A list
+    means several samples to `plan`, and is refused here.
     """
     if isinstance(sample, list):
         raise TypeError(
@@ -132,21 +132,21 @@ def trace(
     part: bool = False,
     shares_inputs: bool = False,
 ) -> Trace:
-    """Record a training step of a model as a graph. The model is left as it was.
+    """Record a training step of a model as a graph. The model is left unchanged.
 
     The step is forward, loss, backward. The loss is an op outside of the plan that reads the
-    outputs and makes their gradients. Of a model that returns its loss - one element by that name,
-    or no dimensions at the first place of a tuple - the loss is planned as well, and the backward
-    pass begins there alone.
-    The backward pass is arranged to hold less, without a change to any result: gradients pass
-    elementwise functions in place, convolutions compute their gradients one by one, and those of
-    parameters that are larger than what they are made of are made last.
+    outputs and makes their gradients. If a model returns its loss - one element by that name, or a
+    tensor without dimensions as the first of a tuple - the loss is planned as well, and the
+    backward pass begins only there.
+    The backward pass is rearranged to hold less, without a change to any result: gradients of
+    elementwise functions are computed in place, convolutions compute their gradients one by one,
+    and gradients of parameters that are larger than their operands are computed last.
 
     Parameters
     ----------
     model
-        In the modes (train, eval) it is to be trained in. On the meta device, it counts as one on
-        the CPU.
+        In the mode (train, eval) in which it is trained. A model on the meta device counts as one
+        on the CPU.
     sample
         Its input: a tensor; a tuple of positional arguments; a mapping of keyword arguments. Only
         shapes, strides, types and devices matter.
@@ -154,34 +154,34 @@ def trace(
         Time each op once per signature; the times are kept in a file in the user's cache folder.
         Otherwise, and for a model on the meta device, a roofline.
     device
-        Speeds for the roofline and for transfers; default: measured, or nominal where nothing is.
-        A name, as "h100", is a GPU of the table (`sn_memory.cost.devices`): a model that is not on
-        a GPU is traced as that one would run it, no op is timed, and seconds are predicted.
+        Speeds for the roofline and for transfers; default: measured, or nominal without `profile`.
+        A name, e.g. "h100", is a GPU of the table (`sn_memory.cost.devices`): a model that is not
+        on a GPU is traced as that one would run it, no op is timed, and seconds are predicted.
     optimizer
         An optimizer, or its class; its state is counted as resident.
     overlap
-        Leave each gradient of a parameter where torch makes it, so that it can be sent at once.
+        Compute each gradient of a parameter as early as torch does, so that it can be sent then.
     layouts
-        How kernels were seen to lay their results out, where fake tensors say otherwise: what the
-        trial of `plan` saw.
+        Observed layouts of kernels' results that differ from those of fake tensors: from the trial
+        of `plan`.
     accumulate
-        Gradients of parameters are there when the step begins, as of earlier micro-batches, and the
-        new ones are added to them one by one. Those that are larger than what they are made of are
-        made last only where that holds less.
+        Gradients of parameters exist when the step begins, e.g. of earlier micro-batches, and new
+        ones are accumulated one by one. Those that are larger than their operands are computed last
+        only if that holds less.
     update
-        With `hooks`, the caller's own update each parameter when its gradient is complete, as
-        `state="hooks"` of `plan` says. Who updates otherwise is not part of the trace.
+        With `hooks`, the caller's hooks update each parameter when its gradient is complete; see
+        `state="hooks"` of `plan`. Other updates are not part of the trace.
     unplanned
-        State the peak of the model's own step, which percent of a budget are of, beside that of the
-        arranged one. It takes a second run without values.
+        Also determine the peak of the model's own step, to which a budget in percent refers. It
+        takes a second run without values.
     ends
         Per output that takes a gradient, whether the backward pass begins there. Default, also if
-        there are not as many: at the loss, or at all.
+        their number differs: at the loss if there is one, else at all.
 
     Raises
     ------
     TraceError
-        For a model whose course depends on values, or that a replay would not do justice to.
+        For a model whose control flow depends on values, or that a replay could not reproduce.
 
     Examples
     --------
@@ -194,7 +194,7 @@ def trace(
     """
     args, kwargs = call_arguments(sample)
     if part:
-        # The whole model was checked; a part may have no parameters, and lies where its inputs do.
+        # The whole model was checked; a part may have no parameters: use its inputs' device.
         place = working_device([*model.parameters(), *tensors((args, kwargs))][0])
     else:
         check_model(model)
@@ -205,8 +205,8 @@ def trace(
         # Nothing is timed on a GPU that is not here.
         place, profile = gpu.place, False
     captured = capture(model, args, kwargs, layouts, gpu, ends=ends, arriving=arriving, part=part)
-    # The order matters: `in_place` leaves no sums that could be separated, and what may stand in
-    # for an argument of which the shape alone is read depends on all else.
+    # The order matters: `in_place` leaves no sums that could be separated, and the choice of
+    # substitutes for shape-only arguments depends on everything before.
     if shares_inputs:
         captured = separate_sums(captured)
     captured = split_conv_backward(in_place(captured))
@@ -214,9 +214,9 @@ def trace(
         captured = replace_shape_only_inputs(accumulate_in_place(captured, early_update=True))
     else:
         captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
-    # The calls are final. What each costs, here or by the table of devices. Sums into gradients
-    # that are there may be planned for when there is no memory to time them in, and run once in any
-    # plan: the roofline will do.
+    # The calls are final; now their costs, measured or from the table of devices. Accumulations
+    # into existing gradients run once in any plan, and there may be no memory to time them: the
+    # roofline is enough.
     device_speeds, costs = timed(
         captured.recording,
         place,
@@ -228,7 +228,7 @@ def trace(
     ways, notes = scratch_of_calls(captured.recording, place, costs, gpu)
     held = resident_storages(model, optimizer, gpu)
     plain_bytes = None
-    # With hooks of the caller's there is no such step without a plan.
+    # With the caller's hooks there is no such step without a plan.
     if unplanned and update == "step":
         plain_bytes = _plain_bytes(
             model, (args, kwargs), captured, gpu, accumulate=accumulate, profile=profile
@@ -245,12 +245,12 @@ def trace(
         allocator=_allocator(place),
         extra=held,
         ways=ways,
-        # Of other devices the state is on the host.
+        # For other devices the state is on the host.
         random_state_bytes=torch.get_rng_state().nbytes if place.type in ("cpu", "meta") else 0,
         unplanned_peak_bytes=plain_bytes,
     )
     own = unplanned_bytes(named.graph)
-    # What is planned holds more by itself than the plain step.
+    # The traced step may hold more than the plain step.
     if plain_bytes is not None and own > _NOTABLE * plain_bytes:
         notes += (
             f"percent of a budget are of {show_bytes(own)}, the peak of the traced step where "
@@ -268,9 +268,9 @@ def _plain_bytes(
     accumulate: bool,
     profile: bool,
 ) -> int | None:
-    """Return the peak of a step without a plan, as `estimate` and `verify` tell it."""
+    """Return the peak of a step without a plan, as in `estimate` and `verify`."""
     if is_sharded(model):
-        # FSDP2's hooks would free, in a forward pass that is under way, what they have gathered.
+        # FSDP2's hooks would free what they have gathered for a forward pass in progress.
         return None
     constants = list(captured.recording.constants.values())
     try:
@@ -284,8 +284,8 @@ def _plain_bytes(
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        # A step without values knows those of other tensors than a trace does, and may be asked for
-        # more. What was traced can be planned all the same.
+        # A step without values knows values of other tensors than a trace, and may read unknown
+        # ones. The trace can be planned nevertheless.
         log.info("the peak without a plan is that of the traced step: %s", error)
         return None
 
@@ -293,7 +293,7 @@ def _plain_bytes(
 def scratch_of_calls(
     recording: Recording, place: torch.device, costs: Sequence[Cost], gpu: Gpu | None = None
 ) -> tuple[list[tuple[Workspace, ...]], tuple[str, ...]]:
-    """Return per call what its kernel takes beside arguments and results, and notes on it."""
+    """Return the workspaces of each call's kernel, and notes about them."""
     sizes = []
     for call, cost in zip(recording.calls, costs, strict=True):
         if gpu is None or is_chunked_loss(call.target):
@@ -314,13 +314,13 @@ def scratch_of_calls(
 
 
 def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Captured:
-    """Put the backward pass into the order that holds less."""
+    """Order the backward pass such that it holds less."""
     if not accumulate:
         return replace_shape_only_inputs(captured if overlap else defer_weight_grads(captured))
     as_torch = replace_shape_only_inputs(accumulate_in_place(captured))
     if overlap:
         return as_torch
-    # A gradient that is added to another need not be held; made last, what it is made of is.
+    # An accumulated gradient is not held; if it is computed last, its operands are held instead.
     return min(
         as_torch,
         replace_shape_only_inputs(accumulate_in_place(defer_weight_grads(captured))),
@@ -334,7 +334,7 @@ def _peak_bytes(captured: Captured) -> int:
 
 
 def _other_gradients(model: torch.nn.Module, captured: Captured) -> tuple[Storage, ...]:
-    """Return gradients that are there and that the step does not add to, as one storage."""
+    """Return existing gradients that the step does not add to, as one storage."""
     counted = {name for name, _ in captured.earlier}
     held = sum(
         param.grad.nbytes
@@ -347,7 +347,7 @@ def _other_gradients(model: torch.nn.Module, captured: Captured) -> tuple[Storag
 def trace_unplanned(
     model: torch.nn.Module, sample: Any, device: Device | None = None, gpu: Gpu | None = None
 ) -> Trace:
-    """Record a training step as torch runs it without a plan; no op is timed, else as `trace`.
+    """Record a training step as torch runs it without a plan; like `trace`, but no op is timed.
 
     device : speeds for the roofline; gpu : where it is to run, if not where the model is
     """
@@ -355,7 +355,7 @@ def trace_unplanned(
     captured = in_place(capture(model, args, kwargs, gpu=gpu), sums_only=True)
     place = device_of(model) if gpu is None else gpu.place
     recording, unknown = captured.recording, [None] * len(captured.recording.calls)
-    # Of earlier measurements the scratch counts; seconds are of one source, the roofline.
+    # Only scratch is taken from earlier measurements; all seconds are from the roofline.
     costs = known_costs(recording, place) if gpu is None else unknown
     ways, notes = scratch_of_calls(recording, place, costs, gpu)
     named = to_graph(
@@ -372,9 +372,9 @@ def trace_unplanned(
 def resident_storages(
     model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None
 ) -> tuple[Storage, ...]:
-    """Return what is resident and no part of the step: the optimizer's state.
+    """Return resident storages outside of the step: the optimizer's state.
 
-    And, on a GPU that is not here, what cuBLAS keeps from the first product on.
+    On a GPU that is not here, also the workspace that cuBLAS keeps from the first product on.
     """
     held = [] if gpu is None else [Storage(LIBRARIES, gpu.named.kept_bytes, "state")]
     if optimizer is not None:
@@ -384,7 +384,7 @@ def resident_storages(
 
 
 def resident_bytes(model: torch.nn.Module, optimizer: Any) -> int:
-    """Return the bytes of what is resident and no part of the step."""
+    """Return the resident bytes outside of the step."""
     return sum(storage.bytes for storage in resident_storages(model, optimizer))
 
 
