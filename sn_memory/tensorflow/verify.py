@@ -1,4 +1,4 @@
-"""verify: a planned step and the plain one compared; what was predicted, and what was measured."""
+"""verify: comparison of a planned step with the plain one, and of predictions with measurements."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from .trace.small_blocks import small_bytes
 
 
 def verify(model: Any, sample: Any) -> Verification:
-    """Run a training step with the plan and without, and compare.
+    """Run a training step with and without the plan, and compare.
 
-    Of a model, results, gradients and variables are compared of a step with a loss (the squared
+    For a model, results, gradients and variables are compared after a step with a loss (the squared
     distance from fixed values) and an update by `keras.optimizers.SGD(1.0)`; bytes and seconds are
-    those of a step whose outputs' gradients are random, in place of a loss. Of a step, results and
-    all variables it touches are compared. Variables are put back afterwards. The plain step has to
-    fit into the device's memory.
+    those of a step with random gradients of the outputs in place of a loss. For a step function,
+    results and all variables it touches are compared. Variables are restored afterwards. The plain
+    step has to fit into the device's memory.
 
     Parameters
     ----------
     model
         Planned by `plan` or `plan_step`.
     sample
-        A real input of a kind that it was planned for; any other is planned for first.
+        A real input of a kind that it was planned for; for any other kind it is planned first.
 
     Raises
     ------
@@ -60,8 +60,8 @@ def verify(model: Any, sample: Any) -> Verification:
             "this has no plan; call verify with what sn_memory.tensorflow.plan or plan_step "
             "returned."
         )
-    # First the plain one, then the planned one; of a model, `whole` are steps with an update, as
-    # what reads a weight too late shows there alone.
+    # The plain one first, then the planned one. For a model, `whole` are steps with an update, as
+    # only those show an op that reads a weight too late.
     if isinstance(model, PlannedStep):
         args = sample if isinstance(sample, tuple) else (sample,)
         plain = model.plain if hasattr(model.plain, "python_function") else tf.function(model.plain)
@@ -78,7 +78,7 @@ def verify(model: Any, sample: Any) -> Verification:
     else:
         touched = list(record.traced.captured.variables.values())
         dtypes = [tensor.dtype for tensor in record.traced.captured.tensors]
-    # Each once: put back twice, a variable would end as it was in between.
+    # Each once: restored twice, a variable would end with an intermediate value.
     variables = list({id(v): v for v in touched}.values())
     unit = unit_of(dtypes)
 
@@ -92,7 +92,7 @@ def verify(model: Any, sample: Any) -> Verification:
         # Before bytes are counted: the first call of a function also traces and folds constants.
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
         unplanned, measured = (_allocations(run, variables) for run in runs)
-    # What the planned step was built from just now.
+    # What the planned step was last built from.
     step = record.running
     assert step is not None
     plan, base = step.plan, step.base_bytes
