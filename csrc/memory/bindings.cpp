@@ -15,14 +15,14 @@ namespace {
 
 constexpr const char* kTables = "sn_memory._core.tables";
 
-// The tables of a graph and the scratch memory to work on them, for one thread at a time.
+// The tables of a graph and the scratch memory for work on them, for one thread at a time.
 struct Bench {
   Tables tables;
   std::unique_ptr<Simulation> simulation;
   bool busy = false;
 };
 
-// work(bench) at the bench of a capsule. Other threads of Python run meanwhile, and must not come in.
+// Calls work(bench) with the bench of a capsule. Other Python threads run meanwhile, and must not enter.
 template <class Work>
 PyObject* at_bench(PyObject* capsule, const Work& work) {
   auto* bench = static_cast<Bench*>(PyCapsule_GetPointer(capsule, kTables));
@@ -40,7 +40,7 @@ bool unsuited(const char* what) {
   return false;
 }
 
-// Lengths of rows and what is in them, one after the other; all items below `bound`.
+// Lengths of rows, and their concatenated items, all below `bound`.
 bool ragged(PyObject* counts_arg, PyObject* items_arg, size_t rows, int64_t bound, Ragged* out) {
   Integers counts, items;
   if (!counts.take(counts_arg) || !items.take(items_arg) || !items.indices(&out->items, bound))
@@ -61,7 +61,7 @@ bool column(PyObject* arg, size_t count, int64_t bound, std::vector<int32_t>* ou
   return out->size() == count ? true : unsuited("columns");
 }
 
-// Small numbers below `bound`; without one, flags.
+// Small numbers below `bound`; by default, flags.
 bool flags(PyObject* arg, size_t count, std::vector<char>* out, int64_t bound = 2) {
   std::vector<int32_t> values;
   if (!column(arg, count, bound, &values)) return false;
@@ -76,7 +76,7 @@ bool sizes(PyObject* arg, size_t count, std::vector<int64_t>* out) {
   return out->size() == count ? true : unsuited("sizes");
 }
 
-// Doubles come as a buffer of eight bytes each, like everything else.
+// Doubles are passed as a buffer of eight bytes each, like everything else.
 bool doubles(PyObject* arg, std::vector<double>* out) {
   Integers values;
   if (!values.take(arg)) return false;
@@ -139,10 +139,9 @@ PyObject* bytes_of(const Values& values) {
                                    static_cast<Py_ssize_t>(values.size() * sizeof(values[0])));
 }
 
-// Work without the interpreter lock, as long as this lives. It ends by a Python callable, for which
-// `late` takes the lock for a moment now and then; or, given a whole number, when so many units of
-// work are done, whatever the clock. Both let Ctrl-C in; an exception ends the work too, and is
-// raised afterwards.
+// Releases the GIL as long as this lives. Work is ended by a Python callable, for which `late` briefly
+// acquires the GIL now and then; or, given an integer, after that many units of work, whatever the
+// clock. Both handle Ctrl-C; an exception ends the work too, and is raised afterwards.
 class Unlocked {
  public:
   Unlocked(PyObject* until, const Simulation& simulation) : until_(until), work_(simulation.work) {
@@ -177,7 +176,7 @@ class Unlocked {
     return late_;
   }
 
-  // With another thread at work the lock is handed over only after some milliseconds.
+  // If another thread is running, the GIL is handed over only after some milliseconds.
   static constexpr std::chrono::milliseconds kBetween{20};
   static constexpr long long kMost = INT64_MAX;
   PyObject* until_;
@@ -188,7 +187,7 @@ class Unlocked {
   std::chrono::steady_clock::time_point last_;
 };
 
-// The work that search(late) took, which changes `choice` without the lock; -1 with an exception set.
+// Runs search(late), which changes `choice` without the GIL; returns its work, or -1 with an exception set.
 template <class Search>
 int64_t searched(Bench& bench, PyObject* until, PyObject* choice_arg, const Choice& choice,
                  const Search& search) {

@@ -1,4 +1,4 @@
-// fit and trim of sn_memory/plan/search/candidates.py; tests/oracles/fitting_oracle.py takes the same decisions in
+// fit and trim of sn_memory/plan/search/candidates.py; tests/oracles/fitting_oracle.py makes the same decisions in
 // the same order.
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Presence of tests/oracles/fitting_oracle.py: what is there when, and what runs again when.
+// Presence of tests/oracles/fitting_oracle.py: when each storage is live, and when each op runs again.
 class Presence {
  public:
   explicit Presence(const Tables& tables)
@@ -103,7 +103,7 @@ class Fitter {
       for (const Change& change : changes_) trial[change.hole] = change.held;
       possible = schedule_.run(trial, moves);
       if (!possible) {
-        // Some of them do not go together; find out which, one by one.
+        // Some of them are incompatible; find out which, one by one.
         trial = choice;
         for (const Change& change : changes_) {
           if (late()) return false;
@@ -165,7 +165,7 @@ class Fitter {
       int32_t begun = schedule_.at[it.first];
       if (begun == schedule_.ops[it.first]) continue;
       int32_t hole = hole_at(it.storage, begun);
-      // At the op of the rebuild itself, what is dropped may make room for the rest of it.
+      // At the op of the rebuild itself, dropping a storage may make room for the rest of it.
       if (!t_.stays[hole] && kKeep < choice[hole] && choice[hole] <= begun)
         add(hole, begun, std::min(t_.end[hole], schedule_.at[it.last]));
     }
@@ -173,7 +173,7 @@ class Fitter {
     size_t kept = 0;
     for (const Row& row : rows_) {
       double price = presence_.closure_seconds(t_.storage[row.hole], row.right);
-      // What costs a whole step to rebuild is a mistake, even where nothing else is left to take.
+      // A rebuild that costs a whole step is never taken, even if nothing else is left.
       if (!(price <= dear_)) continue;
       rows_[kept] = row;
       rows_[kept++].price = factors_.empty() ? price : price * factors_[row.hole];
@@ -192,7 +192,7 @@ class Fitter {
       double least = kNever;
       for (size_t n = 0; n < rows_.size(); ++n) {
         const Row& row = rows_[n];
-        // As a whole number this may pass 64 bits.
+        // As an integer this may exceed 64 bits.
         double relief = static_cast<double>(total_[row.right] - total_[row.left]) *
                         static_cast<double>(row.weight);
         if (relief <= 0) continue;
@@ -234,7 +234,7 @@ void peaks(const Simulation& schedule, std::vector<int64_t>& most) {
     most[schedule.at[run]] = std::max(most[schedule.at[run]], schedule.live[run]);
 }
 
-// Per hole that is let go, the op before which its storage is there again; its end if it is not.
+// Per dropped hole, the op before which its storage is live again; its end if it is not.
 void backs(const Tables& t, const Simulation& schedule, std::vector<int32_t>& back) {
   back = t.end;
   for (const Interval& it : schedule.intervals) {

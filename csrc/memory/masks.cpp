@@ -1,5 +1,5 @@
-// One bit for each element: of which sign it is, or which of two values. For what compressed
-// activations keep of ReLUs and dropout: see sn_memory/torch/activations/packing.py.
+// One bit per element: its sign, or which of two values it has. Compressed activations keep these for
+// ReLUs and dropout: see sn_memory/torch/activations/packing.py.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
@@ -16,11 +16,11 @@
 namespace sn {
 namespace {
 
-constexpr int64_t kRun = 1024;  // elements worked on at a time: scratch stays in the cache
+constexpr int64_t kRun = 1024;  // elements processed at a time: scratch stays in the cache
 
-// Words that stand for floats: below this magnitude they are numbers or infinite, above NaN.
+// The bits of floats as integer words: a magnitude above infinity's is NaN.
 enum class Words { kSingle, kHalf, kBrain, kByte };
-// What is asked of an element; in the order of TESTS in packing.py.
+// The test of an element; in the order of TESTS in packing.py.
 enum class Test { kAboveOrNan, kAbove, kSet };
 
 template <typename Word, Test test>
@@ -50,7 +50,7 @@ SN_CLONES void look_byte(const uint8_t* values, int64_t count, uint8_t* found) {
   for (int64_t i = 0; i < count; ++i) found[i] = values[i] != 0;
 }
 
-// Bytes of 0 and 1, up to a multiple of 8 of them, to bits; the lowest first.
+// Packs bytes of 0 and 1 into bits, 8 into each of `bytes` output bytes; the lowest bit first.
 SN_CLONES void squeeze(const uint8_t* found, int64_t bytes, uint8_t* out) {
   for (int64_t i = 0; i < bytes; ++i) out[i] = squeezed(found + 8 * i);
 }
@@ -69,7 +69,7 @@ SN_CLONES void keep_one(Word value, const uint8_t* on, int64_t count, Word* to) 
   for (int64_t i = 0; i < count; ++i) to[i] = value & static_cast<Word>(-static_cast<Word>(on[i]));
 }
 
-// Values, or one where `values` is null, whose bit is set; else 0.
+// Writes values (or `value`, if `values` is null) where the bit is set, else 0.
 template <typename Word>
 void spread_words(const uint8_t* bits, const Word* values, uint64_t value, int64_t count, Word* to) {
   uint8_t on[kRun];
@@ -83,7 +83,7 @@ void spread_words(const uint8_t* bits, const Word* values, uint64_t value, int64
   }
 }
 
-// Whether words are neither zero, with either sign, nor `value`.
+// Whether any word is neither zero, of either sign, nor `value`.
 template <typename Word>
 SN_CLONES int64_t others(const Word* values, int64_t count, Word value) {
   Word found = 0;
@@ -95,7 +95,7 @@ SN_CLONES int64_t others(const Word* values, int64_t count, Word value) {
   return found;
 }
 
-// The first word that is not zero, 0 if all are; -1 if a word after it is neither zero nor it.
+// The first nonzero word, 0 if there is none; -1 if a later word is neither zero nor equal to it.
 template <typename Word>
 int64_t second_value(const Word* values, int64_t count) {
   int64_t i = 0;

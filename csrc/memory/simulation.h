@@ -1,6 +1,6 @@
-// From decisions to runs, peak and seconds: sn_memory/plan/simulate.py, search/candidates.py say what and why;
-// tests/oracles has the same in Python, to the last bit of every sum. A search carries a choice
-// out thousands of times, so all scratch memory is kept between calls.
+// From decisions to runs, peak and seconds: see sn_memory/plan/simulate.py and search/candidates.py;
+// tests/oracles has the same in Python, to the last bit of every sum. A search simulates thousands of
+// choices, so all scratch memory is kept between calls.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Ragged {
   }
 };
 
-// sn_memory.graph.liveness.Holes in numbers; fields of the same names mean the same.
+// sn_memory.graph.liveness.Holes as numbers; fields of the same name have the same meaning.
 struct Tables {
   Ragged reads, outputs, touched, chain;
   std::vector<int32_t> first, storage, start, end, expires;
@@ -58,7 +58,7 @@ struct Interval {
 
 using Choice = std::vector<int32_t>;
 
-// Carries choices out, one after the other; the fields are those of sn_memory.plan.simulate.Schedule.
+// Simulates choices, one after the other; the fields are those of sn_memory.plan.simulate.Schedule.
 class Simulation {
  public:
   explicit Simulation(const Tables& tables);
@@ -72,8 +72,8 @@ class Simulation {
   std::vector<HostCopy> host_copies;
   double seconds = 0;
   int64_t peak() const;
-  // What was done so far, in ops carried out; looks at a table count as well. It depends on what was
-  // asked alone, so that a search can end by it on any machine alike.
+  // Work so far, in simulated ops; table look-ups count as well. It depends only on the calls, so a
+  // search that ends by it ends at the same point on any machine.
   int64_t work = 0;
 
  private:
@@ -87,7 +87,7 @@ class Simulation {
   std::vector<int32_t> hole_, opened_, last_;
   // Per storage: the host copy it is on, or -1.
   std::vector<int32_t> absent_;
-  // Marks of the current closure: equal to stamp_ where seen.
+  // Marks of the current closure: equal to stamp_ if seen.
   std::vector<int32_t> storage_seen_, op_seen_;
   int32_t stamp_ = 0;
   std::vector<int32_t> missing_, runs_, fetched_, built_;
@@ -97,7 +97,7 @@ class Simulation {
   std::vector<int32_t> move_of_, host_copy_of_;
 };
 
-// Asked now and then; true ends the work.
+// Called now and then; true ends the work.
 using Late = std::function<bool()>;
 
 // sn_memory.plan.search.candidates.fit and trim: both change the choice; fit says whether it found one.

@@ -1,4 +1,4 @@
-"""What a planned Keras model or step carries as `sn_memory`: what runs, and what it reports."""
+"""The attribute `sn_memory` of a planned Keras model or step: what runs, and what it reports."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .target import bfc_settings
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
-# What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` asks for.
+# What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` needs.
 Step = Program | LayerStep
-# How many of the kinds of input that come while training are kept: each holds a traced graph.
+# How many kinds of input met during training are kept: each holds a traced graph.
 KINDS = 32
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How to plan graphs; the parameters are those of `plan`.
+    """Options for planning graphs; the parameters are those of `plan`.
 
-    plan_graph : that of `sn_memory`: plan.py alone imports the planner
+    plan_graph : that of `sn_memory`; passed in, as only plan.py imports the planner
     """
 
     plan_graph: Callable[..., Plan]
@@ -59,7 +59,7 @@ class PlanOptions:
         """Return a plan that keeps a budget: of reserved bytes on a GPU, of live ones elsewhere."""
         limit_s = self.time_limit_s
 
-        # Seconds are given where a plan that was above its budget is searched again, lower.
+        # Seconds are given if a plan exceeded its budget and a lower one is searched.
         def search(live_bytes: float | str, seconds: float | None) -> Plan:
             return self.plan_graph(
                 graph,
@@ -75,32 +75,32 @@ class PlanOptions:
         if allocator is None:
             planned = search(budget, None)
         else:
-            # A share is of live bytes: reserved ones are known of plans alone.
+            # A share refers to live bytes: reserved ones are known only for plans.
             allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
             planned = within_reserved(graph, allowed, search, allocator)
-        # Whatever planned it: what is carried out has passed the independent check.
+        # Whichever planner made it: every plan that is carried out has passed the check.
         check_plan(graph, planned)
         return planned
 
     def search(self, budget_bytes: int) -> Callable[[Graph], Plan]:
-        """Return what plans a graph within a budget, in about SEARCH_S."""
+        """Return a function that plans a graph within a budget, in about SEARCH_S."""
         options = replace(self, time_limit_s=SEARCH_S)
         return lambda graph: options.plan(graph, budget_bytes, from_sqrt_n=False)
 
 
 @dataclass(repr=False)
 class PlanRecord(PlannedRecord[Trace, Step]):
-    """What a planned model or step carries as `sn_memory`.
+    """The attribute `sn_memory` of a planned model or step.
 
     Parameters
     ----------
     backend
         What carries the plan out: `graph` or `layers`.
     traced, latest_plan
-        What `plan` planned last, and how, of several samples the largest; with `layers`, there is
-        no trace.
+        Trace and plan of the last call of `plan`, of several samples the largest; with `layers`,
+        there is no trace.
     kept
-        What runs, per kind of input.
+        The steps that run, per kind of input.
     """
 
     backend: str
@@ -109,16 +109,16 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     kept: dict[Hashable, KeptStep[Step]] = field(default_factory=dict)
     # What runs layers again, for any input, if `plan` chose these.
     layers: LayerStep | None = None
-    # Why calls were run plainly; each reason is warned about once.
+    # Why calls ran unplanned; each reason is warned about once.
     refused: set[Hashable] = field(default_factory=set)
-    # How the model was planned last, and for what, with tf.TensorSpec in the place of tensors; None
-    # for a step, and until `plan` is done.
+    # Options and sample of the last plan, with tf.TensorSpec in place of tensors; None for a step,
+    # and until `plan` is done.
     options: PlanOptions | None = None
     sample: tuple[Any, ...] = ()
     # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
-    # How often the model was traced into a function, and the step that was last.
+    # How often the model was traced into a function, and the step of the last time.
     count: int = 0
     running: Step | None = None
 
@@ -130,7 +130,7 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     def planned_inputs(self) -> list[str]:
         if self.layers is not None:
             return ["any"]
-        # A step function has no kinds: it takes arguments like its sample's alone.
+        # A step function has no kinds: it only takes arguments like its sample's.
         return super().planned_inputs or ["as its sample"]
 
     @property
@@ -144,11 +144,11 @@ class PlanRecord(PlannedRecord[Trace, Step]):
 
     @property
     def strict(self) -> bool:
-        """Whether errors are raised where a warning would do."""
+        """Whether errors are raised in place of warnings."""
         return self.options is not None and self.options.strict
 
     def take_over(self, before: PlanRecord | None) -> None:
-        """Keep what `plan` planned for other inputs; what came while training is planned anew."""
+        """Take over what `plan` planned for other inputs; kinds met in training are replanned."""
         if before is not None:
             self.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
             self.layers = before.layers
@@ -161,15 +161,15 @@ class PlanRecord(PlannedRecord[Trace, Step]):
         how: str,
         seconds: float | None = None,
     ) -> None:
-        """Keep what runs for a kind of input, whose calls have a key.
+        """Store the step for a kind of input; `call` is the key of its calls.
 
-        With the seconds that planning took while training, it is kept while there is room: the kind
-        that was not used for longest goes first.
+        If `seconds`, the time of planning during training, is given, it is kept while there is
+        room: the least recently used kind is dropped first.
         """
         summary = PlannedKind(
             describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
         )
-        # As the last of all, also where it was kept before.
+        # As the last of all, even if it was kept before.
         self.kept.pop(kind, None)
         self.kept[kind] = KeptStep(step, summary, used=None if seconds is None else self.count)
         online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
@@ -180,8 +180,8 @@ class PlanRecord(PlannedRecord[Trace, Step]):
 class PlannedStep:
     """A training step that runs as planned.
 
-    plain : the step before
-    sn_memory : trace, plan and report, as of a planned model
+    plain : the step before planning
+    sn_memory : trace, plan and report, as in a planned model
     """
 
     def __init__(self, plain: Any, traced: Trace, plan: Plan) -> None:
@@ -196,16 +196,16 @@ class PlannedStep:
             emission.forward()
             return [emission.need(value) for value in captured.outputs]
 
-        # With a signature, other shapes raise; without, they would be traced into the same ops.
+        # With a signature, other shapes raise; without it, they would be traced into the same ops.
         specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
         self._run = tf.function(run, autograph=False, input_signature=specs)
 
     def put_together(self) -> None:
-        """Build the graph of the planned ops, which the first call would do otherwise."""
+        """Build the graph of the planned ops, which otherwise the first call does."""
         self._run.get_concrete_function()
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step; arguments as of the sample, results as of the plain step."""
+        """Run the step; arguments like the sample's, results like the plain step's."""
         check_constants(self._constants, args)
         return refilled(self.sn_memory.trace.structure, self._run(*argument_tensors(args)))
 
@@ -216,7 +216,7 @@ def plain_class(planned: type) -> Any:
 
 
 def plain_model(model: Any) -> Any:
-    """Return a planned model as it was before; any other as it is."""
+    """Return the model without its plan; a model that is not planned is returned unchanged."""
     if RECORD not in model.__dict__:
         return model
     plain: Any = object.__new__(plain_class(type(model)))
