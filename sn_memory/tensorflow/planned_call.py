@@ -1,13 +1,13 @@
-"""What a planned Keras model does differently from its class, also for inputs not planned for.
+"""The calls of a planned Keras model, including those for inputs that were not planned for.
 
-In training, inside a tf.function as `fit` makes it, its forward and backward pass are the planned
+In training, inside a tf.function such as `fit`'s, its forward and backward pass are the planned
 ones (eager.py). Called eagerly, where TensorFlow holds all arguments, and under XLA, which orders
 ops by itself, they are the model's own.
 
 A call of a kind that was not planned for is traced separately from the function that is being
-built; ops have the same names at any size, so that plans can be carried over. Where there is no
-plan of ops, or a size is left open, layers run again, chosen by steps measured on synthetic values.
-See run/unseen.py.
+built; ops have the same names at any size, so that plans can be reused. If there is no plan of ops,
+or a size is unknown, layers run again, chosen by steps measured on synthetic values. See
+run/unseen.py.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Shapes = list[tuple[int, ...]]
 
 
 def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
-    """Return what runs a call that is being traced, and keep it; None while `plan` is not done.
+    """Return the step for a call that is being traced, and keep it; None until `plan` is done.
 
-    Warns where what runs is slower than a plan of ops, or above the budget.
+    Warns if the step is slower than a plan of ops, or above the budget.
     """
     kind: Hashable = call.why or signature_of(call.key, model.trainable_variables)
     # A plan of ops has no gradient for the inputs: a tape that watches them would get None.
@@ -61,7 +61,7 @@ def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
     if wants_input:
         kind = (kind, "a gradient of its input")
     kept = record.kept.get(kind)
-    # A rate that was set since is a constant of the step that was traced: another is planned.
+    # A rate that was changed since is a constant in the traced step: another step is planned.
     if kept is not None and not changed(kept.step.settings, settings_of(model)):
         if kept.used is not None:
             kept.used = record.count
@@ -72,7 +72,7 @@ def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
 
 
 class _UnseenCall(UnseenInput[Step]):
-    """A call that came for the first time; what runs is kept under its `kind`."""
+    """A call of a new kind; its step is kept under `kind`."""
 
     log = logging.getLogger(__name__)
     line = "model = sn_memory.tensorflow.plan(model, [sample, another], budget)"
@@ -117,7 +117,7 @@ class _UnseenCall(UnseenInput[Step]):
         try:
             return run_outside(self._by_ops)
         except Exception:
-            # It was kept to be built, and the next call is not to run it.
+            # It was stored before it was built; later calls must not run it.
             self.record.kept.pop(self.kind, None)
             raise
 
@@ -140,15 +140,15 @@ class _UnseenCall(UnseenInput[Step]):
             plan = self.planned(traced.graph, search, self.budget_bytes, kept, allocator)
             program = Program(traced, plan, settings)
             if self.over is None:
-                # Kept first, as the model takes it from the record. Traced in a graph of its own:
-                # what fails there would fail in the one that is being built.
+                # Stored first, as the model takes it from the record. Traced in a separate graph,
+                # so that failures do not occur in the one that is being built.
                 self.kept(program)
                 step = model_step(self.model, training=training)
                 step.get_concrete_function(*args, **kwargs)
         return program
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's arguments with tf.TensorSpec in the place of tensors."""
+        """Return the call's arguments with tf.TensorSpec in place of tensors."""
         kwargs = {key: value for key, value in self.call.kwargs.items() if key != "training"}
         return as_specs(self.call.args), as_specs(kwargs)
 
@@ -160,7 +160,7 @@ class _UnseenCall(UnseenInput[Step]):
             if by_ops is None:
                 raise
             self.log.info("%s: %s", self.name, error)
-        # Where neither keeps the budget, the one with the smaller peak runs.
+        # If neither keeps the budget, the one with the smaller peak runs.
         if by_ops is not None and (step is None or by_ops.plan.peak_bytes < step.plan.peak_bytes):
             step = by_ops
         else:
@@ -178,7 +178,7 @@ class _UnseenCall(UnseenInput[Step]):
         return as_it_is(super().error(why))
 
     def sample(self) -> tuple[Any, ...]:
-        """Return arguments of full shape: the call's, or those that the model was planned for."""
+        """Return arguments with known shapes: the call's, or those of the sample of `plan`."""
         args, kwargs = self.arguments()
         known = not self.call.why and not is_open(self.call.key)
         plain = all(leaf is None for leaf in tf.nest.flatten(kwargs))
@@ -189,14 +189,14 @@ class _UnseenCall(UnseenInput[Step]):
         return [tuple(leaf.shape) for leaf in leaves if hasattr(leaf, "shape")]
 
     def layers(self) -> LayerStep:
-        """Return a choice of layers that was measured on an input as large, or measure one."""
+        """Return a choice of layers measured on an input at least as large, or measure one."""
         if self.record.layers is not None:
             return self.record.layers
         shapes, traced = self.shapes(), self.record.traced
         for measured, step in self.record.measured:
             if _covers(measured, shapes):
                 return step
-        # The optimizer is known to `plan` alone; its state is in the trace.
+        # Only `plan` knows the optimizer; its state is in the trace.
         storages = traced.graph.storages if traced is not None else ()
         resident = sum(storage.bytes for storage in storages if storage.name == OPTIMIZER)
         step = run_outside(
@@ -204,7 +204,7 @@ class _UnseenCall(UnseenInput[Step]):
                 self.plain, self.sample(), self.budget_bytes, resident_bytes=resident, safely=True
             )
         )
-        # The new choice serves whatever those did that it covers.
+        # The new choice replaces those for inputs that it covers.
         rest = [measured for measured in self.record.measured if not _covers(shapes, measured[0])]
         self.record.measured = [*rest, (shapes, step)]
         return step
@@ -213,8 +213,8 @@ class _UnseenCall(UnseenInput[Step]):
 def _covers(large: Shapes, small: Shapes) -> bool:
     """Whether each size in one list of shapes is at least the corresponding one in the other."""
     return len(large) == len(small) and all(
-        len(one) == len(other) and all(a >= b for a, b in zip(one, other, strict=True))
-        for one, other in zip(large, small, strict=True)
+        len(shape) == len(other) and all(a >= b for a, b in zip(shape, other, strict=True))
+        for shape, other in zip(large, small, strict=True)
     )
 
 
@@ -222,17 +222,17 @@ class PlannedCall:
     """The mixin of a planned Keras model."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # `from_config` and `clone_model` build another model, which nobody has planned.
+        # `from_config` and `clone_model` build another model, which is not planned.
         return plain_class(cls)(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # Pickled and copied it is the model's own class, as in a `.keras` file.
+        # Pickled and copied as the model's own class, like in a `.keras` file.
         return plain_model(self).__reduce__()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         training = kwargs.get("training")
         if training is None:
-            # Where `call` takes no such argument, Keras has it in the context of the call.
+            # If `call` takes no such argument, Keras has it in the call context.
             training = getattr(self._get_call_context(), "training", None)  # type: ignore[attr-defined]
         plainly = super().call  # type: ignore[misc]
         if not (training is True or (training is None and _trains((args, kwargs)))):
@@ -242,7 +242,7 @@ class PlannedCall:
             signature = self._call_signature  # type: ignore[attr-defined]
             call.key, call.tensors = call_of(signature, args, kwargs, training)
         except TraceError as error:
-            # Layers may run again for it nevertheless.
+            # For such calls layers may still run again.
             call.why = str(error).rstrip(".")
         step = self._step(call)
         return plainly(*args, **kwargs) if step is None else step.run(self, plainly, call)
@@ -254,7 +254,7 @@ class PlannedCall:
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make what `fit` calls: a function for each kind of batch; see ByKind."""
+        """Make the training function of `fit`, with one function per kind of batch; see ByKind."""
         if self.train_function is None or force:  # type: ignore[has-type]
 
             def make() -> Any:
@@ -265,7 +265,7 @@ class PlannedCall:
         return self.train_function
 
     def _step(self, call: Call) -> Step | None:
-        """Return what runs a call; None for the model's own call, which is warned about once."""
+        """Return the step for a call; None for the model's own call, which is warned about once."""
         record: PlanRecord = self.__dict__[RECORD]
         why = _why_plainly()
         if not why:
@@ -285,10 +285,10 @@ class PlannedCall:
 
 
 def _trains(arguments: Any) -> bool:
-    """Whether gradients may be taken of a call that does not say that it is for training.
+    """Whether a call that does not state `training` may be differentiated for training.
 
-    Keras' `fit` does not say so to a model whose `call` takes no `training`. Where a gradient of
-    the arguments is wanted (a saliency map), it is no training.
+    Keras' `fit` does not state it to a model whose `call` takes no `training`. A call for a
+    gradient of the arguments (a saliency map) is not training.
     """
     floating = [tensor for tensor in tensors_in(arguments) if tensor.dtype.is_floating]
     return (
@@ -311,17 +311,17 @@ def _why_plainly() -> str:
 class ByKind:
     """The training function of a planned model: one of Keras' own for each kind of batch.
 
-    Keras traces one function for all batches. Where a dataset does not promise their sizes, as with
-    a last batch that is smaller, the function is traced with sizes left open from the first step
-    on, and no plan of bytes can be made for it. So batches are taken from the iterator here, and
-    each kind goes to a function that has seen no other.
+    Keras traces one function for all batches. If a dataset does not guarantee their sizes, e.g.
+    because the last batch is smaller, the function is traced with unknown sizes from the first step
+    on, and its bytes cannot be planned. So batches are taken from the iterator here, and each kind
+    gets its own function.
 
     make : returns a new training function of Keras
     """
 
     def __init__(self, model: Any, make: Callable[[], Any]) -> None:
         self.model, self.make = model, make
-        # Per kind of batch; of more than KINDS, the one that was not used for longest goes.
+        # Per kind of batch; of more than KINDS, the least recently used one is dropped.
         self.functions: dict[Hashable, Any] = {}
         # For any batch: what Keras would use.
         self.any = make()
@@ -335,7 +335,7 @@ class ByKind:
             return self.any(iterator)
         logs = None
         for batch in islice(iterator, self.model.steps_per_execution):
-            # In an iterator of one batch Keras' function traces its sizes as they are.
+            # For an iterator of one batch Keras' function is traced with the batch's sizes.
             logs = self.function_for(batch)(iter([batch]))
         if logs is None:
             raise StopIteration
@@ -346,12 +346,12 @@ class ByKind:
         record: PlanRecord = self.model.__dict__[RECORD]
         if record.backend != "graph" or self.model.jit_compile or self.model.run_eagerly:
             return False
-        # A dataset that promises all sizes has one kind of batch, which Keras traces as it is.
+        # A dataset that guarantees all sizes has one kind of batch, traced with these by Keras.
         if isinstance(iterator, tf.data.Iterator):
             specs = tf.nest.flatten(iterator.element_spec)
             tensors = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
             return not all(spec.shape.is_fully_defined() for spec in tensors)
-        # Of `train_on_batch`, a generator; what a strategy distributes is its own business.
+        # `train_on_batch` passes a generator; distributed iterators are left to their strategy.
         return isinstance(iterator, Iterator) and not isinstance(
             iterator, tf.distribute.DistributedIterator
         )
@@ -359,20 +359,20 @@ class ByKind:
     def function_for(self, batch: Any) -> Any:
         """Return the function of a kind of batch."""
         kind = tuple(map(_kind, tf.nest.flatten(batch)))
-        # Taken out and put back last: the first one is then the one not used for longest.
+        # Removed and appended again: the first one is then the least recently used.
         function = self.functions.pop(kind, None)
         if function is None:
             record: PlanRecord = self.model.__dict__[RECORD]
-            # Without time to plan for it, layers run again, for which sizes may be open.
+            # Without time to plan for it, layers run again, for which sizes may be unknown.
             if not record.strict and not record.time.left():
                 return self.any
             function = self.make()
-            # Keras' tf.functions, of which each kind has its own.
+            # Keras' tf.functions; each kind has its own.
             for value in getclosurevars(function).nonlocals.values():
                 traced = getattr(value, "__wrapped__", value)
                 if isinstance(traced, tf.types.experimental.PolymorphicFunction):
                     without_warning(traced)
-            # Which `make` has replaced by Keras' own.
+            # `make` has replaced it by Keras' own.
             self.model.train_function = self
         self.functions[kind] = function
         while len(self.functions) > KINDS:
@@ -381,7 +381,7 @@ class ByKind:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """What of a batch's leaf a function would be traced again for."""
+    """Return what determines whether a function is retraced for a leaf of a batch."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return tuple(leaf.shape), str(leaf.dtype)
     return f"{type(leaf).__module__}.{type(leaf).__qualname__}"

@@ -1,13 +1,13 @@
-"""torch's allocator in this process: the placing one in its place, and pools of steps.
+"""torch's allocator in this process: replacement by the placing allocator, and pools of steps.
 
 By default torch's caching allocator serves tensors, and plans follow its rules. With
-`use_placing_allocator` it is ours, which lays the tensors of a step at packed addresses.
+`use_placing_allocator` it is ours, which puts the tensors of a step at packed addresses.
 
-What else the program allocates never lies between the tensors of a step, as those come from a pool
-of their own, which can be given back whole. torch routes a thread's allocations to a pool, not a
-program's: whoever runs a part of a step enters it in its own thread, so in the backward pass
-autograd's, and only while that part runs. Gradients of parameters come from the pool and outlive
-the step: until they are freed, their part of it stays.
+Other allocations of the program are never between the tensors of a step, as those come from a
+separate pool, which can be released as a whole. torch routes the allocations of a thread to a pool,
+not those of the program: code that runs a part of a step enters the pool in its own thread (in the
+backward pass, autograd's), and only while that part runs. Gradients of parameters come from the
+pool and outlive the step: until they are freed, their part of it stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from ...pool.placing import PlacingAllocator, PlacingStatistics, library_path
 from .accelerator import COUNTED, module_of
 
-# The functions of the library, by what torch's allocator calls them for.
+# Our library's functions, by the hooks of torch's allocator for which they are set.
 _HOOKS: Final = {
     "set_reset_fn": "trim",  # empty_cache
     "set_record_stream_fn": "record_stream",
@@ -36,15 +36,15 @@ _NO_POOL: Final = nullcontext()
 def use_placing_allocator() -> None:
     """Let torch allocate on CUDA by sn_memory's placing allocator, for the rest of the process.
 
-    Steps of planned models then lie at packed addresses: what is reserved for them is the height of
-    their packing, where torch's own allocator reserves up to 45 % more. What torch knows of its own
-    allocator is lost: `torch.cuda.memory_stats` and all that counts by it raise errors, and so do
-    CUDA graphs and `MemPool`. `placing_statistics` counts instead. See docs/pool.md.
+    Steps of planned models then use packed addresses: the height of their packing is reserved for
+    them, whereas torch's own allocator reserves up to 45 % more. Statistics of torch's own
+    allocator are lost: `torch.cuda.memory_stats` and all that depends on it raise errors, and so do
+    CUDA graphs and `MemPool`. Use `placing_statistics` instead. See docs/pool.md.
 
     Raises
     ------
     RuntimeError
-        Where CUDA is in use already, this torch has no CUDA, or the library was not built.
+        If CUDA is in use already, this torch has no CUDA, or the library was not built.
     """
     global _active
     if _active is not None:
@@ -74,20 +74,20 @@ def use_placing_allocator() -> None:
     except BaseException:
         memory.close()
         raise
-    # torch has it now, for good: it knows no way back to its own.
+    # Now it is torch's allocator for good: torch cannot switch back.
     _active = memory
     COUNTED[_DEVICE_TYPE] = Counts(memory)
 
 
 def active(device: torch.device | None = None) -> PlacingAllocator | None:
-    """Return the placing allocator where it is torch's, and a device's, if one is asked for."""
+    """Return the placing allocator if it is torch's, and serves the device, if one is given."""
     return _active if device is None or device.type == _DEVICE_TYPE else None
 
 
 def placing_statistics(device: torch.device | str | int | None = None) -> PlacingStatistics:
-    """Return what the placing allocator holds on a device; default: the current one.
+    """Return the placing allocator's statistics of a device; default: the current one.
 
-    Raises RuntimeError where it is not torch's allocator.
+    Raises RuntimeError if it is not torch's allocator.
     """
     if _active is None:
         raise RuntimeError(
@@ -98,7 +98,7 @@ def placing_statistics(device: torch.device | str | int | None = None) -> Placin
 
 
 def index_of(device: torch.device | str | int | None) -> int:
-    """Return the number of a CUDA device; of none, or without a number, the current one's."""
+    """Return the index of a CUDA device; for None, or without an index, the current one's."""
     if isinstance(device, int):
         return device
     number = None if device is None else torch.device(device).index
@@ -106,13 +106,13 @@ def index_of(device: torch.device | str | int | None) -> int:
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the stream that this thread runs on, as the allocator is told of it."""
+    """Return the handle of this thread's current stream, as the allocator receives it."""
     stream: int = torch.cuda.current_stream(device).cuda_stream
     return stream
 
 
 class Counts:
-    """The functions of `torch.cuda` that count memory, by the placing allocator's statistics."""
+    """The memory counters of `torch.cuda`, implemented by the placing allocator's statistics."""
 
     def __init__(self, memory: PlacingAllocator) -> None:
         self._memory = memory
@@ -131,7 +131,7 @@ class Counts:
 
 
 class StepPool:
-    """The pool of a device's memory for the steps of one planned model, made when first needed."""
+    """A memory pool on a device for the steps of one planned model, created when first needed."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -144,9 +144,9 @@ class StepPool:
     ) -> AbstractContextManager[Any]:
         """Return the context in which this thread allocates from the pool.
 
-        first_bytes : of the free segment with which torch's pool begins. Where another step asked
-            for a smaller one, there is a new pool, and the old one goes with the tensors in it.
-        step, begins : which step of the model this is a part of, and whether it is the first part
+        first_bytes : size of the free segment with which torch's pool begins. If an earlier step
+            needed less, a new pool is made, and the old one is freed with the tensors in it.
+        step, begins : the step of the model that this is a part of, and whether it is the first
         """
         memory = active(device)
         if memory is not None:
@@ -173,24 +173,24 @@ class StepPool:
         return memory.inside(self._arena)
 
     def _begin(self, module: Any, device: torch.device, first_bytes: int) -> None:
-        # What libraries keep from their first product on must not lie in the pool, for good: each
-        # thread has its own, so the backward pass makes its product as well.
+        # Workspaces that libraries keep from their first product on must not stay in the pool:
+        # each thread has its own, so the backward pass computes a product as well.
         one = torch.ones(1, 1, device=device, requires_grad=True)
         with torch.enable_grad():
             (one @ one).backward()
-        # Cached segments of other pools are of no use to this one, and torch does not give them
-        # back for it.
+        # This pool cannot use cached segments of other pools, and torch does not release them for
+        # it.
         self.release()
         module.empty_cache()
         self._pool, self._device = module.MemPool(), device
         self._first_bytes = first_bytes
         if first_bytes:
-            # No tensor: who counts those of the step would count this one.
+            # Not as a tensor, which trackers of the step would count.
             with module.use_mem_pool(self._pool, device):
                 module.caching_allocator_delete(module.caching_allocator_alloc(first_bytes, device))
 
     def release(self) -> None:
-        """Give back what nothing lies in; the next step begins with a new pool."""
+        """Release unused memory; the next step begins with a new pool."""
         memory = active()
         if memory is not None and self._arena is not None:
             memory.give_back(self._arena)
