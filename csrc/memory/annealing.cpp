@@ -9,7 +9,7 @@ namespace sn {
 
 namespace {
 
-// The waits that are tried for a moved hole.
+// The flags that are tried for a moved hole.
 constexpr char kWaits[] = {0, 0, 0, 0, 0, kOut, kBack, kOut | kBack};
 
 // splitmix64 (Steele et al., 2014): the same numbers here and in the oracle.
@@ -54,7 +54,7 @@ class Annealer {
         if (late()) break;
         double gone = static_cast<double>(tried) / static_cast<double>(set_.tries);
         heat_ = scale * set_.warm * std::pow(set_.cold / set_.warm, gone);
-        // The price of an excess byte oscillates around the one at which choices just fit.
+        // The price of a byte above the budget oscillates around that at which choices just fit.
         price *= over_ > 0 ? 1.05 : 0.95;
         price = std::min(std::max(price, 1e-3 * scale), 1e4 * scale);
       }
@@ -85,7 +85,7 @@ class Annealer {
     return over / static_cast<double>(std::max<int64_t>(1, set_.budget - t_.base));
   }
 
-  // Accepts the choice that was just simulated.
+  // Makes the choice that was just simulated the current one.
   void take() {
     seconds_ = offload_.seconds;
     over_ = excess();
@@ -116,7 +116,7 @@ class Annealer {
     }
   }
 
-  // A hole where the budget is exceeded; if it is not, preferably one that costs something.
+  // Above the budget, prefers a hole where it is exceeded; else one that costs something.
   int32_t first() {
     bool aimed = draw_.below(4) != 0;
     int32_t hot = aimed && !hot_.empty() ? hot_[draw_.below(hot_.size())] : -1;
@@ -129,7 +129,7 @@ class Annealer {
     return hole;
   }
 
-  // A hole of an input of this hole's storage, at the time when it is rebuilt.
+  // A hole of an operand of this hole's storage, at the time at which that is recomputed.
   int32_t near(int32_t hole) {
     auto chain = t_.chain[t_.storage[hole]];
     if (chain.begin() == chain.end()) return hole;

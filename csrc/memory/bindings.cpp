@@ -15,14 +15,14 @@ namespace {
 
 constexpr const char* kTables = "sn_memory._core.tables";
 
-// The tables of a graph and the scratch memory to work on them, for one thread at a time.
+// The tables of a graph and the scratch memory for work on them, for one thread at a time.
 struct Bench {
   Tables tables;
   std::unique_ptr<Simulation> simulation;
   bool busy = false;
 };
 
-// work(bench) with the bench of a capsule. Other Python threads run meanwhile, and must not use it.
+// Calls work(bench) with the bench of a capsule. Other Python threads run meanwhile, and must not enter.
 template <class Work>
 PyObject* at_bench(PyObject* capsule, const Work& work) {
   auto* bench = static_cast<Bench*>(PyCapsule_GetPointer(capsule, kTables));
@@ -40,7 +40,7 @@ bool unsuited(const char* what) {
   return false;
 }
 
-// Lengths of rows, and their items one after the other, all below `bound`.
+// Lengths of rows, and their concatenated items, all below `bound`.
 bool ragged(PyObject* counts_arg, PyObject* items_arg, size_t rows, int64_t bound, Ragged* out) {
   Integers counts, items;
   if (!counts.take(counts_arg) || !items.take(items_arg) || !items.indices(&out->items, bound))
@@ -139,9 +139,9 @@ PyObject* bytes_of(const Values& values) {
                                    static_cast<Py_ssize_t>(values.size() * sizeof(values[0])));
 }
 
-// Releases the interpreter lock during its lifetime. The work ends by a Python callable, for which
-// `late` briefly takes the lock now and then; or, for a whole number, after that many units of work,
-// whatever the clock. Both handle Ctrl-C; an exception ends the work too, and is raised afterwards.
+// Releases the GIL as long as this lives. Work is ended by a Python callable, for which `late` briefly
+// acquires the GIL now and then; or, given an integer, after that many units of work, whatever the
+// clock. Both handle Ctrl-C; an exception ends the work too, and is raised afterwards.
 class Unlocked {
  public:
   Unlocked(PyObject* until, const Simulation& simulation) : until_(until), work_(simulation.work) {
@@ -176,7 +176,7 @@ class Unlocked {
     return late_;
   }
 
-  // If another thread is running, it releases the lock only after some milliseconds.
+  // If another thread is running, the GIL is handed over only after some milliseconds.
   static constexpr std::chrono::milliseconds kBetween{20};
   static constexpr long long kMost = INT64_MAX;
   PyObject* until_;
@@ -187,7 +187,7 @@ class Unlocked {
   std::chrono::steady_clock::time_point last_;
 };
 
-// Runs search(late), which changes `choice` without the lock; returns its work, -1 with an exception.
+// Runs search(late), which changes `choice` without the GIL; returns its work, or -1 with an exception set.
 template <class Search>
 int64_t searched(Bench& bench, PyObject* until, PyObject* choice_arg, const Choice& choice,
                  const Search& search) {

@@ -1,4 +1,4 @@
-// What sn_memory/plan/simulate.py, search/candidates.py and others call. Every size and index that comes in is checked.
+// Functions for sn_memory/plan/simulate.py, search/candidates.py and others. All sizes and indices are checked.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -9,7 +9,7 @@
 
 namespace sn {
 
-// Returns the result of `work`; raises MemoryError if there is no memory for it.
+// Returns the result of `work`; raises MemoryError if memory runs out.
 template <class Work>
 PyObject* guarded(const Work& work) {
   try {
@@ -19,7 +19,7 @@ PyObject* guarded(const Work& work) {
   }
 }
 
-// Keeps an object alive as long as Python does. Each type has its own capsule name, to be freed by.
+// Wraps a C++ object in a capsule, which frees it; `name` identifies its type.
 template <class Made>
 PyObject* capsule_of(std::unique_ptr<Made> made, const char* name) {
   const auto free = [](PyObject* capsule) {
@@ -35,10 +35,10 @@ PyObject* simulate(PyObject*, PyObject* args);
 PyObject* fit_choice(PyObject*, PyObject* args);
 PyObject* trim_choice(PyObject*, PyObject* args);
 PyObject* anneal_choice(PyObject*, PyObject* args);
-// Called by sn_memory/torch/model/guards.py.
+// For sn_memory/torch/model/guards.py.
 PyObject* contents(PyObject*, PyObject* list);
 PyObject* unchanged(PyObject*, PyObject* args);
-// Called by sn_memory/torch/activations/packing.py.
+// For sn_memory/torch/activations/packing.py.
 PyObject* pack_mask(PyObject*, PyObject* args);
 PyObject* spread_mask(PyObject*, PyObject* args);
 PyObject* two_values(PyObject*, PyObject* args);

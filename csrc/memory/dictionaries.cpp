@@ -8,8 +8,8 @@ namespace {
 
 constexpr const char* kContents = "sn_memory._core.contents";
 
-// Contents of dictionaries. Keys are kept alive; of values, and of the dictionaries, which are passed in
-// each call, only addresses are kept: holding them in a capsule would hide cycles from Python's collector.
+// Contents of dictionaries. Keys are kept alive; of values, and of the dictionaries, which are passed to
+// each call, only addresses are kept: a capsule that held them would hide cycles from Python's collector.
 struct Contents {
   std::vector<PyObject*> dictionaries;
   std::vector<Py_ssize_t> sizes;
@@ -51,7 +51,7 @@ PyObject* unchanged(PyObject*, PyObject* args) {
   auto* held = static_cast<Contents*>(PyCapsule_GetPointer(capsule, kContents));
   if (!held) return nullptr;
   // A training step has evicted all of this from the caches. Sizes first, as these loads are
-  // independent; then the next dictionary is prefetched while this one is compared.
+  // independent; then the next dictionary's memory is prefetched while this one is compared.
   const size_t count = held->dictionaries.size();
   if (static_cast<size_t>(PyList_GET_SIZE(list)) != count) Py_RETURN_FALSE;
   for (size_t at = 0; at < count; ++at)

@@ -1,4 +1,4 @@
-// fit and trim of sn_memory/plan/search/candidates.py; tests/oracles/fitting_oracle.py takes the same decisions in
+// fit and trim of sn_memory/plan/search/candidates.py; tests/oracles/fitting_oracle.py makes the same decisions in
 // the same order.
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr double kNever = std::numeric_limits<double>::infinity();
 
-// Presence of tests/oracles/fitting_oracle.py: what is live when, and what is rerun when.
+// Presence of tests/oracles/fitting_oracle.py: when each storage is live, and when each op runs again.
 class Presence {
  public:
   explicit Presence(const Tables& tables)
@@ -165,7 +165,7 @@ class Fitter {
       int32_t begun = schedule_.at[it.first];
       if (begun == schedule_.ops[it.first]) continue;
       int32_t hole = hole_at(it.storage, begun);
-      // At the op of the rebuild itself, dropping may make room for the rest of it.
+      // At the op of the rebuild itself, dropping a storage may make room for the rest of it.
       if (!t_.stays[hole] && kKeep < choice[hole] && choice[hole] <= begun)
         add(hole, begun, std::min(t_.end[hole], schedule_.at[it.last]));
     }
@@ -173,7 +173,7 @@ class Fitter {
     size_t kept = 0;
     for (const Row& row : rows_) {
       double price = presence_.closure_seconds(t_.storage[row.hole], row.right);
-      // A rebuild that costs a whole step is a mistake, even if there is no other candidate.
+      // A rebuild that costs a whole step is never taken, even if nothing else is left.
       if (!(price <= dear_)) continue;
       rows_[kept] = row;
       rows_[kept++].price = factors_.empty() ? price : price * factors_[row.hole];
@@ -227,7 +227,7 @@ class Fitter {
   std::vector<Change> changes_;
 };
 
-// The most live bytes at each op, including its rebuilds.
+// The most live bytes at each op, its rebuilds included.
 void peaks(const Simulation& schedule, std::vector<int64_t>& most) {
   std::fill(most.begin(), most.end(), 0);
   for (size_t run = 0; run < schedule.live.size(); ++run)

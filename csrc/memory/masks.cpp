@@ -1,4 +1,4 @@
-// One bit per element: its sign, or which of two values it is. Compressed activations keep these for
+// One bit per element: its sign, or which of two values it has. Compressed activations keep these for
 // ReLUs and dropout: see sn_memory/torch/activations/packing.py.
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -16,9 +16,9 @@
 namespace sn {
 namespace {
 
-constexpr int64_t kRun = 1024;  // elements processed at a time, so that scratch stays in the cache
+constexpr int64_t kRun = 1024;  // elements processed at a time: scratch stays in the cache
 
-// Floats as words: up to this magnitude they are numbers or infinite, above NaN.
+// The bits of floats as integer words: a magnitude above infinity's is NaN.
 enum class Words { kSingle, kHalf, kBrain, kByte };
 // The test of an element; in the order of TESTS in packing.py.
 enum class Test { kAboveOrNan, kAbove, kSet };
@@ -50,7 +50,7 @@ SN_CLONES void look_byte(const uint8_t* values, int64_t count, uint8_t* found) {
   for (int64_t i = 0; i < count; ++i) found[i] = values[i] != 0;
 }
 
-// Packs bytes of 0 and 1, up to a multiple of 8, into bits, the lowest first.
+// Packs bytes of 0 and 1 into bits, 8 into each of `bytes` output bytes; the lowest bit first.
 SN_CLONES void squeeze(const uint8_t* found, int64_t bytes, uint8_t* out) {
   for (int64_t i = 0; i < bytes; ++i) out[i] = squeezed(found + 8 * i);
 }
@@ -69,7 +69,7 @@ SN_CLONES void keep_one(Word value, const uint8_t* on, int64_t count, Word* to) 
   for (int64_t i = 0; i < count; ++i) to[i] = value & static_cast<Word>(-static_cast<Word>(on[i]));
 }
 
-// Unpacks bits: the value, or 1 if `values` is null, where the bit is set; else 0.
+// Writes values (or `value`, if `values` is null) where the bit is set, else 0.
 template <typename Word>
 void spread_words(const uint8_t* bits, const Word* values, uint64_t value, int64_t count, Word* to) {
   uint8_t on[kRun];
@@ -83,7 +83,7 @@ void spread_words(const uint8_t* bits, const Word* values, uint64_t value, int64
   }
 }
 
-// Whether words are neither zero, of either sign, nor `value`.
+// Whether any word is neither zero, of either sign, nor `value`.
 template <typename Word>
 SN_CLONES int64_t others(const Word* values, int64_t count, Word value) {
   Word found = 0;

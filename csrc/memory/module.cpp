@@ -1,6 +1,6 @@
-// Python's bindings to the C++ of sn_memory: sn_memory._core. Arrays come as contiguous buffers of 64-bit
+// Python bindings of sn_memory's C++: sn_memory._core. Arrays are passed as contiguous buffers of 64-bit
 // integers; their sizes and the ranges of indices are checked here, values by sn_memory/pool/pack.py. The
-// searches of the planner come in through bindings.cpp.
+// planner's searches are bound in bindings.cpp.
 #include <algorithm>
 #include <memory>
 
@@ -17,7 +17,7 @@ using sn::Integers;
 using sn::unlocked;
 using ProblemPointer = std::shared_ptr<const sn::Indexed>;
 
-// A search runs without the interpreter lock, so two threads could enter at the same time.
+// A search runs without the GIL, so two threads could enter it at once.
 struct Desk {
   sn::Search search;
   bool busy = false;
@@ -52,7 +52,7 @@ bool read_problem(PyObject* first_arg, PyObject* last_arg, PyObject* size_arg, P
   return true;
 }
 
-// The search of a capsule that no thread is using; nullptr with an exception otherwise.
+// The search of a capsule, if no thread is using it; nullptr with an exception otherwise.
 Desk* idle_desk(PyObject* capsule) {
   auto* desk = static_cast<Desk*>(PyCapsule_GetPointer(capsule, kSearch));
   if (!desk || !desk->busy) return desk;

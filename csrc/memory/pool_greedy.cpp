@@ -13,13 +13,13 @@ struct Placed {
   int32_t first, last;
 };
 
-// Placed buffers by offset, in blocks: insertions into one long array would mostly move memory.
-// Lifetimes are separate columns, so that many items of a block are compared at a time.
+// Placed buffers by offset, in blocks: insertions into one long array would move most of it. Lifetimes
+// are separate columns, so that many items of a block are compared at a time.
 class Block {
  public:
   static constexpr int32_t kMost = 512;
 
-  // Calls visit(offset, end) for each item live in [first, last), by offset, until it returns false.
+  // Calls visit(offset, end) for each item alive in [first, last), by offset, until it returns false.
   template <typename Visit>
   bool scan(int32_t first, int32_t last, Visit visit) const {
     if (earliest_ >= last || latest_ <= first) return true;

@@ -1,4 +1,4 @@
-// The packing problem for both packers, buffers over numbered sections of time; and the greedy packer.
+// The packing problem of both packers, buffers over numbered sections of time; and the greedy packer.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 
 namespace sn {
 
-// A section is the time between two consecutive starts or ends, hence a set of live buffers.
+// A section is the time between two neighbouring starts or ends, in which the same buffers are live.
 struct Problem {
   std::vector<int32_t> first;   // [n] first section of each buffer
   std::vector<int32_t> last;    // [n] the section after its last one
@@ -22,8 +22,8 @@ struct Problem {
   }
 };
 
-// Puts each buffer, in the given order, at the lowest aligned offset that is free in its lifetime;
-// tests/oracles/first_fit_oracle.py finds the same offsets.
+// Puts each buffer, in the given order, at the lowest aligned offset that is free during its lifetime;
+// tests/oracles/first_fit_oracle.py returns the same offsets.
 std::vector<int64_t> first_fit(const Problem& problem, const std::vector<int32_t>& order);
 
 }  // namespace sn

@@ -11,9 +11,9 @@ namespace {
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr int32_t kNone = -1;
 constexpr int64_t kUnit = 1 << 20;
-// One decision may examine every buffer in every section this many times. Bounds of two buffers that
-// rest on each other rise byte by byte, for years if the capacity is large. On the published files
-// this counts some two hundredths more decisions than there are.
+// A decision may visit every buffer in every section this many times before it counts as several.
+// Bounds of two buffers that rest on each other rise byte by byte, for years if the capacity is
+// large. On the published files this counts about 2 % more decisions than there are.
 constexpr int64_t kPasses = 100;
 // The queue is truncated when this many sections at its front are done.
 constexpr size_t kDone = 4096;
@@ -213,7 +213,7 @@ void Search::undo(size_t trail) {
   }
 }
 
-// Backtracks to the last choice and puts its buffer higher; false if no choice is left.
+// Returns to the last choice and raises its buffer; false if no choice is left.
 bool Search::backtrack() {
   clear_marks();
   while (!choices_.empty()) {
@@ -247,7 +247,7 @@ void Search::split() {
     ids_.resize(kept);
     return;
   }
-  // The smallest goes on top of the agenda: it is the quickest to refute.
+  // The smallest goes on top of the agenda: it is refuted fastest.
   std::stable_sort(pieces.begin(), pieces.end(), [](const Range& x, const Range& y) {
     return x.end - x.begin > y.end - y.begin;
   });
@@ -306,13 +306,13 @@ int32_t Search::pick() {
   }
 }
 
-// Places the next buffer or puts it on top of another; false if neither is possible.
+// Places the next buffer or puts it on top of another; false if that is impossible.
 bool Search::decide() {
   const Range range = components_[component_];
   work_ += static_cast<int64_t>(range.end - range.begin);
   const int32_t i = pick();
   split_after_ = least_[i] <= base_[i];
-  // A buffer that would float rests on one that is not placed yet.
+  // A buffer that would float must rest on one that is not placed yet.
   if (!split_after_) return raise_onto_others(i);
   if (!forced(i)) {
     choices_.push_back({i, component_, pending_, trail_.size(), ids_.size(), components_.size(),
@@ -338,7 +338,7 @@ Verdict Search::run(int64_t decisions, int64_t work) {
         const Pending& next = agenda_[pending_];
         component_ = next.component;
         pending_ = next.next;
-        // Choices inside the finished neighbour do not affect this component.
+        // Choices within the finished neighbour cannot help this component.
         choices_.resize(next.choices);
       }
       if (decisions <= 0 || work_ >= until) return Verdict::unfinished;

@@ -1,5 +1,5 @@
-// Depth-first search for a packing within a capacity; sn_memory/pool/pack.py says how it works.
-// tests/oracles/pool_search_oracle.py takes the same decisions in the same order.
+// Depth-first search for a packing within a capacity; see sn_memory/pool/pack.py for the algorithm.
+// tests/oracles/pool_search_oracle.py makes the same decisions in the same order.
 #pragma once
 
 #include <cstddef>
@@ -15,11 +15,11 @@ namespace sn {
 enum class Verdict { impossible = 0, found = 1, unfinished = 2 };
 enum class Rule { lowest = 0, weighted = 1 };
 
-// A problem with the lists that a search needs; shared by all its searches.
+// A problem with the lists that searches need; shared by all its searches.
 struct Indexed : Problem {
   explicit Indexed(Problem problem);
-  std::vector<std::vector<int32_t>> members;     // of each section, by number
-  std::vector<std::vector<int32_t>> neighbours;  // of each buffer: those alive with it
+  std::vector<std::vector<int32_t>> members;     // per section: its live buffers, by number
+  std::vector<std::vector<int32_t>> neighbours;  // per buffer: those live at the same time
 };
 
 class Search {
@@ -27,10 +27,10 @@ class Search {
   Search(std::shared_ptr<const Indexed> problem, int64_t capacity, Rule rule,
          std::vector<int32_t> rank, std::vector<int64_t> weight);
 
-  // Makes at most `decisions`, and stops soon after having examined `work` buffers, even in the
-  // middle of a decision; called again, it resumes.
+  // Runs for at most `decisions` decisions, and stops soon after having visited `work` buffers, even
+  // within a decision; the next call resumes.
   Verdict run(int64_t decisions, int64_t work);
-  // Decisions made; one that examined far more buffers than usual counts several times.
+  // Decisions made; one that visited far more buffers than usual counts several times.
   int64_t spent() const { return decisions_ + work_ / unit_; }
   const std::vector<int64_t>& offsets() const { return offset_; }
   const std::vector<int64_t>& weights() const { return weight_; }
@@ -78,14 +78,14 @@ class Search {
   int64_t capacity_;
   Rule rule_;
   bool refuted_ = false;
-  // The consequences of a decision are still being inferred; the component is split afterwards.
+  // Consequences of a decision are still being inferred; the component is split afterwards.
   bool settling_ = true, split_after_ = true;
   int64_t decisions_ = 0, work_ = 0, unit_ = 1;
   std::vector<int32_t> rank_;
-  std::vector<int64_t> weight_;  // [sections] how often a branch failed in each, times kUnit
+  std::vector<int64_t> weight_;  // [sections] how often each one ended a branch, times kUnit
 
   std::vector<int64_t> offset_;  // [n] offset of a placed buffer
-  std::vector<int64_t> least_;   // [n] lower bound of the buffer's offset in this branch
+  std::vector<int64_t> least_;   // [n] lower bound on the buffer's offset in this branch
   std::vector<int64_t> base_;    // [n] aligned top of the placed buffers beneath
   std::vector<int64_t> slack_;   // [sections] bytes that may still be wasted
   std::vector<int64_t> lowest_;  // [sections] least of the least offsets
@@ -94,8 +94,8 @@ class Search {
   size_t head_ = 0;
   std::vector<std::pair<int64_t, int64_t>> row_;
 
-  // Values to restore when backtracking to the last choice: only the value at that choice, as bounds
-  // that rise byte by byte would fill the memory. stamp_ marks those already recorded.
+  // Values to restore when the last choice is undone: only the value of each at that choice, or
+  // bounds that rise byte by byte would fill the memory. stamp_ says which are recorded already.
   std::vector<Change> trail_;
   std::vector<int64_t> stamp_[4];
   int64_t level_ = 1;

@@ -93,7 +93,7 @@ bool Simulation::run(const Choice& choice, const std::vector<Move>& moves) {
   return true;
 }
 
-// Before the next run.
+// Copies a storage back before the next run.
 void Simulation::fetch(int32_t storage) {
   auto run = static_cast<int32_t>(ops.size());
   opened_[storage] = last_[storage] = run;
@@ -101,7 +101,7 @@ void Simulation::fetch(int32_t storage) {
   absent_[storage] = -1;
 }
 
-// Finds the ops to rerun before `op`, into runs_, and the storages to fetch, into fetched_.
+// Finds the ops to run again before `op`, into runs_, and the storages to fetch, into fetched_.
 bool Simulation::closure(int32_t op) {
   ++stamp_;
   missing_.clear();
@@ -132,7 +132,7 @@ bool Simulation::closure(int32_t op) {
           missing_.push_back(source);
         }
       for (int32_t made : t_.outputs[again]) {
-        // A storage changed in place since must not come back in its first version.
+        // A storage that was changed in place since must not be recomputed in its first version.
         bool away = absent_[made] >= 0 || opened_[made] >= 0;
         auto chain = t_.chain[made];
         if (!away && storage_seen_[made] != stamp_ && chain.end() - chain.begin() > 1) {
@@ -174,7 +174,7 @@ void Simulation::rebuild(int32_t op, const Choice& choice) {
     }
 }
 
-// A duplicate made after the last touch of the first is not one: it gets its own interval.
+// A second copy made after the last use of the first is no duplicate: it gets its own interval.
 void Simulation::settle() {
   if (doubled_.empty()) return;
   std::vector<std::pair<int32_t, std::pair<int32_t, int32_t>>> spans;

@@ -1,6 +1,6 @@
-// From decisions to runs, peak and seconds: sn_memory/plan/simulate.py, search/candidates.py explain it;
-// tests/oracles has the same in Python, to the last bit of every sum. A search simulates choices
-// thousands of times, so all scratch memory is kept between calls.
+// From decisions to runs, peak and seconds: see sn_memory/plan/simulate.py and search/candidates.py;
+// tests/oracles has the same in Python, to the last bit of every sum. A search simulates thousands of
+// choices, so all scratch memory is kept between calls.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Ragged {
   }
 };
 
-// sn_memory.graph.liveness.Holes in numbers; fields of the same names mean the same.
+// sn_memory.graph.liveness.Holes as numbers; fields of the same name have the same meaning.
 struct Tables {
   Ragged reads, outputs, touched, chain;
   std::vector<int32_t> first, storage, start, end, expires;
@@ -58,12 +58,12 @@ struct Interval {
 
 using Choice = std::vector<int32_t>;
 
-// Simulates choices, one after the other; the fields are those of sn_memory.cost.offload.Schedule.
+// Simulates choices, one after the other; the fields are those of sn_memory.plan.simulate.Schedule.
 class Simulation {
  public:
   explicit Simulation(const Tables& tables);
 
-  // False if the choice is infeasible.
+  // False if the choice cannot be carried out.
   bool run(const Choice& choice, const std::vector<Move>& moves);
 
   std::vector<int32_t> ops, at;
@@ -72,8 +72,8 @@ class Simulation {
   std::vector<HostCopy> host_copies;
   double seconds = 0;
   int64_t peak() const;
-  // The work done so far, in simulated ops; table lookups count as well. It depends on the input
-  // only, so that a search limited by it is the same on any machine.
+  // Work so far, in simulated ops; table look-ups count as well. It depends only on the calls, so a
+  // search that ends by it ends at the same point on any machine.
   int64_t work = 0;
 
  private:
@@ -87,7 +87,7 @@ class Simulation {
   std::vector<int32_t> hole_, opened_, last_;
   // Per storage: the host copy it is on, or -1.
   std::vector<int32_t> absent_;
-  // Marks of the current closure: equal to stamp_ where seen.
+  // Marks of the current closure: equal to stamp_ if seen.
   std::vector<int32_t> storage_seen_, op_seen_;
   int32_t stamp_ = 0;
   std::vector<int32_t> missing_, runs_, fetched_, built_;
@@ -100,7 +100,7 @@ class Simulation {
 // Called now and then; true ends the work.
 using Late = std::function<bool()>;
 
-// sn_memory.plan.search.candidates.fit and trim: both change the choice; fit returns whether one was found.
+// sn_memory.plan.search.candidates.fit and trim: both change the choice; fit says whether it found one.
 bool fit(const Tables& tables, Simulation& simulation, Choice& choice, const std::vector<Move>& moves,
          const std::vector<double>& factors, int64_t budget, double dear, int rounds,
          const Late& late);

@@ -1,4 +1,4 @@
-"""`sn_memory` of a planned Keras model or step: its steps, and what it reports."""
+"""The attribute `sn_memory` of a planned Keras model or step: what runs, and what it reports."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from .target import bfc_settings
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
-# Runs a call as planned; both have `plan`, `run`, `settings` and what `verify` needs.
+# What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` needs.
 Step = Program | LayerStep
-# How many kinds of input planned while training are kept: each holds a traced graph.
+# How many kinds of input met during training are kept: each holds a traced graph.
 KINDS = 32
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """How to plan graphs; the parameters are those of `plan`.
+    """Options for planning graphs; the parameters are those of `plan`.
 
-    plan_graph : that of `sn_memory`, passed in because only plan.py imports the planner
+    plan_graph : that of `sn_memory`; passed in, as only plan.py imports the planner
     """
 
     plan_graph: Callable[..., Plan]
@@ -59,7 +59,7 @@ class PlanOptions:
         """Return a plan within a budget of reserved bytes (on a GPU) or live bytes (elsewhere)."""
         limit_s = self.time_limit_s
 
-        # Seconds are passed when the search is repeated with a lower budget after exceeding it.
+        # Seconds are given if a plan exceeded its budget and a lower one is searched.
         def search(live_bytes: float | str, seconds: float | None) -> Plan:
             return self.plan_graph(
                 graph,
@@ -75,10 +75,10 @@ class PlanOptions:
         if allocator is None:
             planned = search(budget, None)
         else:
-            # A percentage refers to live bytes: reserved bytes are known only for a plan.
+            # A share refers to live bytes: reserved ones are known only for plans.
             allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
             planned = within_reserved(graph, allowed, search, allocator)
-        # Whatever planner made it, only plans that pass the independent check are run.
+        # Whichever planner made it: every plan that is carried out has passed the check.
         check_plan(graph, planned)
         return planned
 
@@ -90,17 +90,17 @@ class PlanOptions:
 
 @dataclass(repr=False)
 class PlanRecord(PlannedRecord[Trace, Step]):
-    """Record of a planned model or step, its `sn_memory`.
+    """The attribute `sn_memory` of a planned model or step.
 
     Parameters
     ----------
     backend
         The back end that runs the plan: `graph` or `layers`.
     traced, latest_plan
-        The trace and plan that `plan` made last, for the largest sample if there are several; with
-        `layers` there is no trace.
+        Trace and plan of the last call of `plan`, of several samples the largest; with `layers`,
+        there is no trace.
     kept
-        The step per kind of input.
+        The steps that run, per kind of input.
     """
 
     backend: str
@@ -109,16 +109,16 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     kept: dict[Hashable, KeptStep[Step]] = field(default_factory=dict)
     # The step that recomputes layers, for any input, if `plan` chose layers.
     layers: LayerStep | None = None
-    # Reasons why calls ran without a plan; each is warned about once.
+    # Why calls ran unplanned; each reason is warned about once.
     refused: set[Hashable] = field(default_factory=set)
-    # The latest options, and the sample with tf.TensorSpec in the place of tensors; None for a step
-    # function, and until `plan` is done.
+    # Options and sample of the last plan, with tf.TensorSpec in place of tensors; None for a step,
+    # and until `plan` is done.
     options: PlanOptions | None = None
     sample: tuple[Any, ...] = ()
     # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
-    # How often the model was traced into a function, and the step used last.
+    # How often the model was traced into a function, and the step of the last time.
     count: int = 0
     running: Step | None = None
 
@@ -144,11 +144,11 @@ class PlanRecord(PlannedRecord[Trace, Step]):
 
     @property
     def strict(self) -> bool:
-        """Whether errors are raised where a warning would do."""
+        """Whether errors are raised in place of warnings."""
         return self.options is not None and self.options.strict
 
     def take_over(self, before: PlanRecord | None) -> None:
-        """Take over plans that `plan` made for other inputs; those made in training are dropped."""
+        """Take over what `plan` planned for other inputs; kinds met in training are replanned."""
         if before is not None:
             self.kept |= {kind: kept for kind, kept in before.kept.items() if kept.used is None}
             self.layers = before.layers
@@ -161,15 +161,15 @@ class PlanRecord(PlannedRecord[Trace, Step]):
         how: str,
         seconds: float | None = None,
     ) -> None:
-        """Keep the step for a kind of input, whose calls have a key.
+        """Store the step for a kind of input; `call` is the key of its calls.
 
-        With `seconds`, those that planning took while training, it is kept while there is room: the
-        least recently used kind is dropped first.
+        If `seconds`, the time of planning during training, is given, it is kept while there is
+        room: the least recently used kind is dropped first.
         """
         summary = PlannedKind(
             describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
         )
-        # Append it as the last one, even if it was kept before.
+        # As the last of all, even if it was kept before.
         self.kept.pop(kind, None)
         self.kept[kind] = KeptStep(step, summary, used=None if seconds is None else self.count)
         online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}
@@ -180,8 +180,8 @@ class PlanRecord(PlannedRecord[Trace, Step]):
 class PlannedStep:
     """A training step that runs as planned.
 
-    plain : the original step
-    sn_memory : trace, plan and report, as for a planned model
+    plain : the step before planning
+    sn_memory : trace, plan and report, as in a planned model
     """
 
     def __init__(self, plain: Any, traced: Trace, plan: Plan) -> None:
@@ -196,16 +196,16 @@ class PlannedStep:
             emission.forward()
             return [emission.need(value) for value in captured.outputs]
 
-        # With a signature other shapes raise; without one they would be traced to the same ops.
+        # With a signature, other shapes raise; without it, they would be traced into the same ops.
         specs = [tf.TensorSpec(argument.shape, argument.dtype) for argument in arguments]
         self._run = tf.function(run, autograph=False, input_signature=specs)
 
     def put_together(self) -> None:
-        """Build the graph of the planned ops now instead of in the first call."""
+        """Build the graph of the planned ops, which otherwise the first call does."""
         self._run.get_concrete_function()
 
     def __call__(self, *args: Any) -> Any:
-        """Run the step; it takes arguments like the sample's and returns what the step returns."""
+        """Run the step; arguments like the sample's, results like the plain step's."""
         check_constants(self._constants, args)
         return refilled(self.sn_memory.trace.structure, self._run(*argument_tensors(args)))
 
@@ -216,7 +216,7 @@ def plain_class(planned: type) -> Any:
 
 
 def plain_model(model: Any) -> Any:
-    """Return the model before planning; a model without a plan as it is."""
+    """Return the model without its plan; a model that is not planned is returned unchanged."""
     if RECORD not in model.__dict__:
         return model
     plain: Any = object.__new__(plain_class(type(model)))

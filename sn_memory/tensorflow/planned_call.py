@@ -1,12 +1,13 @@
-"""The `call` of a planned Keras model, also for inputs that were not planned for.
+"""The calls of a planned Keras model, including those for inputs that were not planned for.
 
-In training, inside a tf.function such as the one of `fit`, forward and backward pass run as planned
-(eager.py). Called eagerly, where TensorFlow holds all arguments, and under XLA, which orders ops by
-itself, the model's own run.
+In training, inside a tf.function such as `fit`'s, its forward and backward pass are the planned
+ones (eager.py). Called eagerly, where TensorFlow holds all arguments, and under XLA, which orders
+ops by itself, they are the model's own.
 
-A call of a kind without a plan is traced separately from the function that is being built; ops have
-the same names at any size, so plans can be carried over. Without a plan of ops, or with an unknown
-size, layers are recomputed, chosen by steps measured on synthetic values. See run/unseen.py.
+A call of a kind that was not planned for is traced separately from the function that is being
+built; ops have the same names at any size, so that plans can be reused. If there is no plan of ops,
+or a size is unknown, layers run again, chosen by steps measured on synthetic values. See
+run/unseen.py.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ Shapes = list[tuple[int, ...]]
 def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
     """Return the step for a call that is being traced, and keep it; None until `plan` is done.
 
-    Warns if it is slower than a plan of ops, or exceeds the budget.
+    Warns if the step is slower than a plan of ops, or above the budget.
     """
     kind: Hashable = call.why or signature_of(call.key, model.trainable_variables)
     # A plan of ops computes no gradients of inputs: a tape that watches them would get None.
@@ -60,7 +61,7 @@ def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
     if wants_input:
         kind = (kind, "a gradient of its input")
     kept = record.kept.get(kind)
-    # A rate is a constant of the traced step: if it was changed since, another step is planned.
+    # A rate that was changed since is a constant in the traced step: another step is planned.
     if kept is not None and not changed(kept.step.settings, settings_of(model)):
         if kept.used is not None:
             kept.used = record.count
@@ -71,7 +72,7 @@ def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
 
 
 class _UnseenCall(UnseenInput[Step]):
-    """A call of a kind that occurs for the first time; its step is kept under its `kind`."""
+    """A call of a new kind; its step is kept under `kind`."""
 
     log = logging.getLogger(__name__)
     line = "model = sn_memory.tensorflow.plan(model, [sample, another], budget)"
@@ -116,7 +117,7 @@ class _UnseenCall(UnseenInput[Step]):
         try:
             return run_outside(self._by_ops)
         except Exception:
-            # It was kept only to be built; the next call must not run it.
+            # It was stored before it was built; later calls must not run it.
             self.record.kept.pop(self.kind, None)
             raise
 
@@ -139,15 +140,15 @@ class _UnseenCall(UnseenInput[Step]):
             plan = self.planned(traced.graph, search, self.budget_bytes, kept, allocator)
             program = Program(traced, plan, settings)
             if self.over is None:
-                # Kept first, as the model takes it from the record. Traced in its own graph, so
-                # that it does not fail in the graph that is being built.
+                # Stored first, as the model takes it from the record. Traced in a separate graph,
+                # so that failures do not occur in the one that is being built.
                 self.kept(program)
                 step = model_step(self.model, training=training)
                 step.get_concrete_function(*args, **kwargs)
         return program
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's arguments with tf.TensorSpec in the place of tensors."""
+        """Return the call's arguments with tf.TensorSpec in place of tensors."""
         kwargs = {key: value for key, value in self.call.kwargs.items() if key != "training"}
         return as_specs(self.call.args), as_specs(kwargs)
 
@@ -177,7 +178,7 @@ class _UnseenCall(UnseenInput[Step]):
         return as_it_is(super().error(why))
 
     def sample(self) -> tuple[Any, ...]:
-        """Return arguments with known shapes: the call's, or those the model was planned for."""
+        """Return arguments with known shapes: the call's, or those of the sample of `plan`."""
         args, kwargs = self.arguments()
         known = not self.call.why and not is_open(self.call.key)
         plain = all(leaf is None for leaf in tf.nest.flatten(kwargs))
@@ -195,7 +196,7 @@ class _UnseenCall(UnseenInput[Step]):
         for measured, step in self.record.measured:
             if _covers(measured, shapes):
                 return step
-        # Only `plan` knows the optimizer; the bytes of its state are in the trace.
+        # Only `plan` knows the optimizer; its state is in the trace.
         storages = traced.graph.storages if traced is not None else ()
         resident = sum(storage.bytes for storage in storages if storage.name == OPTIMIZER)
         step = run_outside(
@@ -203,7 +204,7 @@ class _UnseenCall(UnseenInput[Step]):
                 self.plain, self.sample(), self.budget_bytes, resident_bytes=resident, safely=True
             )
         )
-        # The new choice replaces those it covers.
+        # The new choice replaces those for inputs that it covers.
         rest = [measured for measured in self.record.measured if not _covers(shapes, measured[0])]
         self.record.measured = [*rest, (shapes, step)]
         return step
@@ -212,8 +213,8 @@ class _UnseenCall(UnseenInput[Step]):
 def _covers(large: Shapes, small: Shapes) -> bool:
     """Whether each size in one list of shapes is at least the corresponding one in the other."""
     return len(large) == len(small) and all(
-        len(one) == len(other) and all(a >= b for a, b in zip(one, other, strict=True))
-        for one, other in zip(large, small, strict=True)
+        len(shape) == len(other) and all(a >= b for a, b in zip(shape, other, strict=True))
+        for shape, other in zip(large, small, strict=True)
     )
 
 
@@ -221,17 +222,17 @@ class PlannedCall:
     """The mixin of a planned Keras model."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        # `from_config` and `clone_model` build another model, which has no plan.
+        # `from_config` and `clone_model` build another model, which is not planned.
         return plain_class(cls)(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        # Pickles and copies have the model's own class, as in a `.keras` file.
+        # Pickled and copied as the model's own class, like in a `.keras` file.
         return plain_model(self).__reduce__()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         training = kwargs.get("training")
         if training is None:
-            # If `call` has no such argument, Keras keeps it in the context of the call.
+            # If `call` takes no such argument, Keras has it in the call context.
             training = getattr(self._get_call_context(), "training", None)  # type: ignore[attr-defined]
         plainly = super().call  # type: ignore[misc]
         if not (training is True or (training is None and _trains((args, kwargs)))):
@@ -241,7 +242,7 @@ class PlannedCall:
             signature = self._call_signature  # type: ignore[attr-defined]
             call.key, call.tensors = call_of(signature, args, kwargs, training)
         except TraceError as error:
-            # Layers may still be recomputed for it.
+            # For such calls layers may still run again.
             call.why = str(error).rstrip(".")
         step = self._step(call)
         return plainly(*args, **kwargs) if step is None else step.run(self, plainly, call)
@@ -253,7 +254,7 @@ class PlannedCall:
         super().compile(*args, **kwargs)  # type: ignore[misc]
 
     def make_train_function(self, force: bool = False) -> Any:
-        """Make the function that `fit` calls, one for each kind of batch; see ByKind."""
+        """Make the training function of `fit`, with one function per kind of batch; see ByKind."""
         if self.train_function is None or force:  # type: ignore[has-type]
 
             def make() -> Any:
@@ -264,7 +265,7 @@ class PlannedCall:
         return self.train_function
 
     def _step(self, call: Call) -> Step | None:
-        """Return the step for a call; None to run the model's own, which is warned about once."""
+        """Return the step for a call; None for the model's own call, which is warned about once."""
         record: PlanRecord = self.__dict__[RECORD]
         why = _why_plainly()
         if not why:
@@ -284,10 +285,10 @@ class PlannedCall:
 
 
 def _trains(arguments: Any) -> bool:
-    """Whether a call without a `training` flag may be part of training.
+    """Whether a call that does not state `training` may be differentiated for training.
 
-    Keras' `fit` passes none to a model whose `call` takes no `training`. A call for gradients of
-    its arguments (a saliency map) is not training.
+    Keras' `fit` does not state it to a model whose `call` takes no `training`. A call for a
+    gradient of the arguments (a saliency map) is not training.
     """
     floating = [tensor for tensor in tensors_in(arguments) if tensor.dtype.is_floating]
     return (
@@ -310,17 +311,17 @@ def _why_plainly() -> str:
 class ByKind:
     """The training function of a planned model: one Keras function for each kind of batch.
 
-    Keras traces one function for all batches. If a dataset does not fix their sizes, as with a
-    smaller last batch, the function is traced with unknown sizes from the first step on, and no
-    plan of bytes can be made for it. So batches are taken from the iterator here, and each kind is
-    passed to a function of its own.
+    Keras traces one function for all batches. If a dataset does not guarantee their sizes, e.g.
+    because the last batch is smaller, the function is traced with unknown sizes from the first step
+    on, and its bytes cannot be planned. So batches are taken from the iterator here, and each kind
+    gets its own function.
 
     make : returns a new training function of Keras
     """
 
     def __init__(self, model: Any, make: Callable[[], Any]) -> None:
         self.model, self.make = model, make
-        # Per kind of batch; beyond KINDS, the least recently used one is dropped.
+        # Per kind of batch; of more than KINDS, the least recently used one is dropped.
         self.functions: dict[Hashable, Any] = {}
         # For any batch: the function that Keras would use.
         self.any = make()
@@ -334,7 +335,7 @@ class ByKind:
             return self.any(iterator)
         logs = None
         for batch in islice(iterator, self.model.steps_per_execution):
-            # With an iterator of a single batch, Keras' function traces its actual sizes.
+            # For an iterator of one batch Keras' function is traced with the batch's sizes.
             logs = self.function_for(batch)(iter([batch]))
         if logs is None:
             raise StopIteration
@@ -345,12 +346,12 @@ class ByKind:
         record: PlanRecord = self.model.__dict__[RECORD]
         if record.backend != "graph" or self.model.jit_compile or self.model.run_eagerly:
             return False
-        # A dataset with known sizes has one kind of batch, which Keras traces with these.
+        # A dataset that guarantees all sizes has one kind of batch, traced with these by Keras.
         if isinstance(iterator, tf.data.Iterator):
             specs = tf.nest.flatten(iterator.element_spec)
             tensors = [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
             return not all(spec.shape.is_fully_defined() for spec in tensors)
-        # `train_on_batch` passes a generator; batches distributed by a strategy are left to it.
+        # `train_on_batch` passes a generator; distributed iterators are left to their strategy.
         return isinstance(iterator, Iterator) and not isinstance(
             iterator, tf.distribute.DistributedIterator
         )
@@ -358,15 +359,15 @@ class ByKind:
     def function_for(self, batch: Any) -> Any:
         """Return the function of a kind of batch."""
         kind = tuple(map(_kind, tf.nest.flatten(batch)))
-        # Removed and inserted last, so that the first one is the least recently used.
+        # Removed and appended again: the first one is then the least recently used.
         function = self.functions.pop(kind, None)
         if function is None:
             record: PlanRecord = self.model.__dict__[RECORD]
-            # Without time to plan for it, layers are recomputed, which allows unknown sizes.
+            # Without time to plan for it, layers run again, for which sizes may be unknown.
             if not record.strict and not record.time.left():
                 return self.any
             function = self.make()
-            # The tf.functions inside, of which each kind has its own.
+            # Keras' tf.functions; each kind has its own.
             for value in getclosurevars(function).nonlocals.values():
                 traced = getattr(value, "__wrapped__", value)
                 if isinstance(traced, tf.types.experimental.PolymorphicFunction):
@@ -380,7 +381,7 @@ class ByKind:
 
 
 def _kind(leaf: Any) -> Hashable:
-    """The properties of a batch's leaf that would make tf.function trace again."""
+    """Return what determines whether a function is retraced for a leaf of a batch."""
     if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
         return tuple(leaf.shape), str(leaf.dtype)
     return f"{type(leaf).__module__}.{type(leaf).__qualname__}"

@@ -1,9 +1,9 @@
-"""Which layers of a Keras model run again in the backward pass, though others are packed.
+"""Choice of the layers of a Keras model that run again in the backward pass instead of packing.
 
-A layer that is not packed leaves all of its intermediate results; a block of layers leaves them of
-each. Run again (`modules/rerun.py`), it leaves its inputs alone. Which is cheaper is decided before
-a step is traced, on a sample: bytes are counted in a trace, as what the gradients ask for of the
-forward pass; seconds are those of the layers, and of packing, run eagerly.
+A layer that is not packed keeps all of its intermediate results; a block of layers keeps those of
+each. Run again (`modules/rerun.py`), it keeps only its inputs. Which is cheaper is decided on a
+sample before a step is traced: bytes are counted in a trace, as tensors of the forward pass that
+the gradients read; seconds are those of the layers, and of packing, run eagerly.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from .modules.backend import Probe
 from .modules.rerun import Function, Rerun, Section, run_in_sections
 from .trace.kernels import READS
 
-# Ops that hand on the memory of their first input.
+# Ops that return the memory of their first input.
 _VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient")
-# What is there anyway, or is no result of the forward pass.
+# Tensors that exist anyway, or are not results of the forward pass.
 _THERE = ("Placeholder", "Const", "VarHandleOp", READS)
 
 
-# Lets a model's layers pack, but for those of these ids: returns a CompressedActivations, which
+# Makes a model's layers pack, except those with these ids; returns a CompressedActivations, which
 # cannot be imported here.
 Pack = Callable[[Collection[int]], Any]
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What runs again.
+    """The choice of what runs again.
 
-    sections, names : these, and what they are called
-    price : seconds that packing takes for each byte that it frees
-    saved : bytes of the sample's forward pass, and how many went each way
-    kept_bytes : of these, what no layer packs: inputs of what runs again, and all else
-    start_bits : the most of inputs that pack at which a budget is kept; 8 without a budget
+    sections, names : the sections that run again, and their names
+    price : seconds that packing takes per byte that it frees
+    saved : bytes of the sample's forward pass, and how they are divided
+    kept_bytes : those of them that no layer packs: inputs of sections that run again, and the rest
+    start_bits : the most bits of packed inputs at which the budget is kept; 8 without a budget
     """
 
     sections: tuple[Section, ...]
@@ -73,9 +73,9 @@ def layers_in(sections: Iterable[Section]) -> set[int]:
 
 
 def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) -> Mix:
-    """Return what runs again of a model.
+    """Return the choice of what runs again in a model.
 
-    sample : what it is called with in training; it is left as it was
+    sample : arguments of its calls in training; left unchanged
     budget_bytes : of all that the forward pass keeps. None: four times the price of packing is paid
 
     Raises BudgetError if no choice fits, with the smallest that was found; TypeError for a sample
@@ -95,7 +95,7 @@ def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) 
 
 @dataclass(frozen=True)
 class _Place:
-    """What may run again, and the names of the places that contain it."""
+    """A section that may run again, and the names of the places that contain it."""
 
     section: Section
     around: tuple[str, ...]
@@ -121,23 +121,23 @@ class _Search:
 
     def mix(self) -> Mix:
         """Choose what runs again."""
-        # The price of a byte: what packing everything takes for each byte that it frees.
+        # The price of a byte: seconds of packing everything per byte that this frees.
         rates = rates_of(self.timed)
         every = packing_of(self.timed, rates)
         freed = sum(self.plain.all) - sum(self.now.all) - every.held_bytes
         price = every.seconds / freed if freed > 0 else 0.0
         self.held = sum(self.now.all) + every.held_bytes
-        # Of each place, what it costs as it is, and what it costs when it runs again.
+        # The cost of each place if it is kept, and if it runs again.
         kept, again = {}, {}
         for name in self.places:
             plain_bytes = self.plain.left.get(name, 0)
             parts = any(name in other.around for other in self.places.values())
-            # What its parts leave is all held at once when it runs again. And where bytes stand
-            # for seconds, they do not tell what the matrix products in it take.
+            # All that its parts keep is held at once when it runs again. And if bytes stand for
+            # seconds, they do not reflect the time of its matrix products.
             if parts and (settings.deterministic or plain_bytes >= self.held):
                 continue
             packing = packing_of(self._timed_of([name]), rates)
-            # Where each run is to choose alike, bytes stand for seconds.
+            # If each run must choose the same, bytes stand for seconds.
             seconds = plain_bytes if settings.deterministic else self.seconds.get(name, 0.0)
             held = self.now.left.get(name, 0) + packing.held_bytes
             kept[name] = Cost(packing.seconds, plain_bytes, held)
@@ -145,7 +145,7 @@ class _Search:
 
         def fits(names: Iterable[str]) -> bool:
             freed = sum(kept[name].held_bytes - again[name].held_bytes for name in names)
-            # A trace takes long, and is not made where a sum, without what is shared, is far off.
+            # A trace takes long, and is skipped if the sum, which ignores sharing, is far off.
             budget = self.budget or 0
             near = self.held_bytes((), 4) - freed <= _NEAR * budget
             return near and self.held_bytes(tuple(names), 4) <= budget
@@ -170,14 +170,14 @@ class _Search:
         return self._mix(names, price)
 
     def _first_price(self, price: float, kept: dict[str, Cost], again: dict[str, Cost]) -> float:
-        """Return what a byte is worth to begin with: nothing, where a budget has room for all."""
+        """Return the initial price of a byte: 0 if the budget has room for everything."""
         if self.budget is None:
             return price
-        # Unlike in torch: what fits at the most bits takes no seconds more (decision 105).
+        # Unlike in torch: a choice that fits with the most bits costs no more time (decision 105).
         if self.held_bytes((), 8) <= self.budget:
             return 0.0
         freed = {name: kept[name].held_bytes - again[name].held_bytes for name in again}
-        # Where nothing is packed, what a byte costs at the place that runs again most cheaply.
+        # If nothing is packed: the cost of a byte at the place that is cheapest to run again.
         prices = [again[name].seconds / freed[name] for name in again if freed[name] > 0]
         return price or min(prices, default=0.0)
 
@@ -202,19 +202,19 @@ class _Search:
         return Mix(sections, names, price, saved, sum(kept), start_bits)
 
     def _timed_of(self, names: Sequence[str]) -> list[Timed]:
-        """Return what layers pack that are in these places."""
+        """Return the packed tensors of layers in these places."""
         layers = layers_in(self.places[name].section for name in names)
         return [row for row in self.timed if any(self.keys[key] in layers for key in row.within)]
 
     def held_bytes(self, names: Sequence[str], bits: int) -> int:
-        """Return what is held where these run again, inputs of the others in so many bits."""
+        """Return the bytes held if these run again and inputs of the others take `bits` bits."""
         inside = {key for row in self._timed_of(names) for key in row.within}
         return sum(self.kept(names)) + self.packed.held_under(
             [key for key in self.keys if key not in inside], bits
         )
 
     def kept(self, names: Sequence[str]) -> list[int]:
-        """Return bytes of tensors held unpacked where these run again; some need the same."""
+        """Return the sizes of tensors held unpacked if these run again, shared ones once."""
         chosen = frozenset(names)
         if chosen not in self._kept:
             sections = self.sections(names)
@@ -226,7 +226,7 @@ class _Search:
         return self._kept[chosen]
 
     def sections(self, names: Collection[str]) -> tuple[Section, ...]:
-        """Return what runs again, neighbouring layers joined while they leave little."""
+        """Return the sections to run again, neighbouring layers joined while they keep little."""
         sections: list[Section] = []
         for name in (name for name in self.places if name in names):
             more, left = self.places[name].section, self.plain.left[name]
@@ -235,8 +235,8 @@ class _Search:
             joins = last.chain is more.chain and items.index(last.items[-1]) + 1 == items.index(
                 more.items[0]
             )
-            # Joined, what is between them is not kept; but all that they leave is held at once
-            # when they run again.
+            # If joined, the tensor between them is not kept; but all their results are held at
+            # once when they run again.
             if joins and last.saved_bytes + left < self.held:
                 changed = (*last.changed, *more.changed)
                 sections[-1] = Section(
@@ -247,13 +247,13 @@ class _Search:
         return tuple(sections)
 
     def _counted(self, sections: Sequence[Section]) -> list[int]:
-        """Return bytes of tensors that a model keeps, as it is now, where sections run again."""
+        """Return the sizes of tensors that the model currently keeps if sections run again."""
         with run_in_sections(sections, self.model):
             return _Count(self.model, self.args, {}).all
 
 
 def _places(probe: Probe, model: Any) -> Iterator[tuple[str, _Place]]:
-    """Yield what can run again, a layer before its parts. Layers used twice are left alone."""
+    """Yield what can run again, a layer before its parts. Layers used twice are skipped."""
     chains = [chain for chains in probe.chains.values() for chain in chains]
     uses = Counter(id(item.operation) for chain in chains for item in chain.items)
     seen: Counter[str] = Counter()
@@ -273,18 +273,18 @@ def _places(probe: Probe, model: Any) -> Iterator[tuple[str, _Place]]:
 
 
 def _watched(places: dict[str, _Place], watch: Rerun, model: Any) -> AbstractContextManager[None]:
-    """Let all places go through `watch`, those that contain others too."""
+    """Run all places through `watch`, including those that contain others."""
     return run_in_sections([place.section for place in places.values()], model, watch)
 
 
 def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> dict[str, float]:
-    """Return seconds of the forward pass of each place, as a graph of its own."""
+    """Return the seconds of the forward pass of each place, each run as a separate graph."""
     taken: dict[str, float] = {}
     names = {place.section: name for name, place in places.items()}
 
     def watch(section: Section, function: Function, inputs: list[Any]) -> list[Any]:
         results = function(inputs)
-        # Not within the function of a place around it, which is traced by this same watch.
+        # Not inside the function of an enclosing place, which is traced with this same watch.
         if tf.executing_eagerly():
             alone = tf.function(lambda *tensors: function(list(tensors)), autograph=False)
             name = names[section]
@@ -298,17 +298,17 @@ def _seconds(places: dict[str, _Place], model: Any, args: tuple[Any, ...]) -> di
     return taken
 
 
-# Choices that hold more than so many budgets by a sum are not counted by a trace.
+# A choice is traced only if its bytes, by a sum, are at most this multiple of the budget.
 _NEAR = 2
-# Runs of which the fastest counts, after one that loads what they need.
+# Runs of which the fastest counts, after a warm-up.
 _RUNS = 3
 
 
 def _packing(trial: Any, model: Any, args: tuple[Any, ...]) -> list[Timed]:
-    """Return seconds and bytes of what a model packs, run eagerly."""
+    """Return the seconds and bytes of a model's packed tensors, run eagerly."""
     weights, runs = uncast(model.trainable_variables), []
     for _ in range(1 + _RUNS):
-        # With the backward pass: unpacking is there.
+        # With the backward pass, which unpacks.
         with tf.GradientTape() as tape:
             results = tensors_in(model(*args, training=True))
         tape.gradient([result for result in results if result.dtype.is_floating], weights)
@@ -325,11 +325,11 @@ def _packing(trial: Any, model: Any, args: tuple[Any, ...]) -> list[Timed]:
 
 
 class _Count:
-    """Bytes that gradients ask for of a forward pass, but for the model's inputs and variables.
+    """Bytes of a forward pass that gradients read, without the model's inputs and variables.
 
     all : of each tensor of the model
-    left : by place, of it alone: what it makes, and those of its inputs and outputs that it needs
-    inputs : by place, of its inputs
+    left : per place, of it alone: tensors it makes, and its inputs and outputs that gradients read
+    inputs : per place, of its inputs
 
     Packed bytes have no size in a trace, and do not count.
     """
@@ -350,14 +350,14 @@ class _Count:
 
     def _watch(self, section: Section, function: Function, inputs: list[Any]) -> list[Any]:
         results = function(inputs)
-        # Counted alone, a place runs those inside of it, which are counted by themselves.
+        # While a place is counted alone, it runs its inner places, which are counted separately.
         if self._alone:
             return results
         self._alone = True
         try:
             name, roots = self._names[section], [_root(value) for value in inputs]
             free = {slot for slot, root in enumerate(roots) if root.op.type in _THERE}
-            # By memory: two inputs may be views of the same.
+            # By memory: two inputs may be views of the same tensor.
             held = {root.ref(): bytes_of(root) for root in roots if root.op.type not in _THERE}
             self.left[name] = self.left.get(name, 0) + sum(_left_bytes(function, inputs, free))
             self.inputs[name] = self.inputs.get(name, 0) + sum(held.values())
@@ -367,7 +367,7 @@ class _Count:
 
 
 def _left_bytes(function: Function, arguments: list[Any], free: set[int]) -> list[int]:
-    """Return bytes of tensors that a function's gradients ask for; `free` inputs are none."""
+    """Return the sizes of tensors that a function's gradients read; `free` inputs do not count."""
     graph = tf.__internal__.FuncGraph("alone")
     with graph.as_default():
         inputs = _placeholders(arguments)
@@ -379,7 +379,7 @@ def _left_bytes(function: Function, arguments: list[Any], free: set[int]) -> lis
         forward = len(graph.get_operations())
         sources = [*wanted, *tape.watched_variables()]
         tape.gradient(results, sources, _placeholders(results))
-    # What ops of the backward pass, traced after the forward pass, read of what that made.
+    # Results of the forward pass that ops of the backward pass, traced after it, read.
     ops = graph.get_operations()
     names, own = {op.name for op in ops[:forward]}, {value.ref() for value in counted}
     roots = {_root(value).ref() for op in ops[forward:] for value in op.inputs}
@@ -395,7 +395,7 @@ def _placeholders(like: Iterable[Any]) -> list[Any]:
 
 
 def _root(value: Any) -> Any:
-    """Return the tensor whose memory a tensor in a graph is."""
+    """Return the tensor of a graph whose memory a tensor uses."""
     while value.op.type in _VIEWS:
         value = value.op.inputs[0]
     return value

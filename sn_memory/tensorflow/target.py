@@ -1,7 +1,7 @@
-"""The target device: its memory limit and its allocator's settings.
+"""The device that is planned for: its identity, its allocator's settings, and its limit.
 
-For a GPU, present or named, the bytes reserved by TensorFlow's allocator keep the budget. On a host
-the budget is for live bytes.
+Budgets of plans for a GPU, present or named, limit what TensorFlow's allocator reserves. On a host
+they limit live bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..graph.records import Device
 from ..run.reserved import host_budget
 from .memory import bytes_of, main_device
 
-# Values of TF_GPU_ALLOCATOR under which the driver serves each request.
+# Values of TF_GPU_ALLOCATOR with which the driver serves each request.
 _DRIVERS = ("cuda_malloc_async", "cuda_malloc")
 
 
@@ -31,7 +31,7 @@ def limit_budget(
     """
     if isinstance(device, str) and main_device() == "CPU:0":
         return named(device).usable_bytes
-    # Variables and input are in use already, and the step counts them: add them to the free bytes.
+    # The step counts bytes that are already in use: they are added to the free ones.
     held = {id(v): v for v in (*model.variables, *getattr(optimizer, "variables", ()))}
     inputs = [tensor for tensor in tf.nest.flatten(sample) if isinstance(tensor, tf.Tensor)]
     resident = sum(map(bytes_of, (*held.values(), *inputs)))
@@ -44,11 +44,11 @@ def limit_budget(
 def bfc_settings(device: Device | str | None) -> BFCSettings | None:
     """Return the allocator's settings on the target GPU; None on a host.
 
-    device : as in `plan`; a name is used if there is no GPU here
+    device : as in `plan`; a name counts if no GPU is here
     """
     if main_device() != "CPU:0":
         gpu = tf.config.list_physical_devices("GPU")[0]
-        # For a GPU divided into logical devices, TensorFlow ignores memory growth.
+        # TensorFlow ignores memory growth for a GPU that is divided into logical devices.
         divided = tf.config.get_logical_device_configuration(gpu) is not None
         growth = not divided and bool(tf.config.experimental.get_memory_growth(gpu))
         limit = _limit_bytes()
@@ -66,9 +66,9 @@ def bfc_settings(device: Device | str | None) -> BFCSettings | None:
 
 def _limit_bytes() -> int:
     """Return the most that TensorFlow's allocator may reserve on the first GPU."""
-    # tf.config returns a limit only if the user has set one.
+    # tf.config reports a limit only if the user has set one.
     devices = device_lib.list_local_devices()
-    return int(next(device for device in devices if device.device_type == "GPU").memory_limit)
+    return int(next(entry for entry in devices if entry.device_type == "GPU").memory_limit)
 
 
 def _switch(name: str, usual: bool) -> bool:

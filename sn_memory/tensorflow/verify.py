@@ -1,4 +1,4 @@
-"""verify: compare a planned step with the plain one, and predictions with measurements."""
+"""verify: comparison of a planned step with the plain one, and of predictions with measurements."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from .trace.small_blocks import small_bytes
 
 
 def verify(model: Any, sample: Any) -> Verification:
-    """Run a training step with the plan and without it, and compare.
+    """Run a training step with and without the plan, and compare.
 
     For a model, results, gradients and variables are compared after a step with a loss (the squared
     distance from fixed values) and an update by `keras.optimizers.SGD(1.0)`; bytes and seconds are
-    those of a step with random gradients of the outputs instead of a loss. For a step function,
+    those of a step with random gradients of the outputs in place of a loss. For a step function,
     results and all variables it touches are compared. Variables are restored afterwards. The plain
     step has to fit into the device's memory.
 
@@ -45,7 +45,7 @@ def verify(model: Any, sample: Any) -> Verification:
     model
         Planned by `plan` or `plan_step`.
     sample
-        A real input of a kind that it was planned for; for another kind a plan is made first.
+        A real input of a kind that it was planned for; for any other kind it is planned first.
 
     Raises
     ------
@@ -60,8 +60,8 @@ def verify(model: Any, sample: Any) -> Verification:
             "this has no plan; call verify with what sn_memory.tensorflow.plan or plan_step "
             "returned."
         )
-    # First the plain one, then the planned one. For a model, `whole` are steps with an update: only
-    # these show a read of a weight that comes too late.
+    # The plain one first, then the planned one. For a model, `whole` are steps with an update, as
+    # only those show an op that reads a weight too late.
     if isinstance(model, PlannedStep):
         args = sample if isinstance(sample, tuple) else (sample,)
         plain = model.plain if hasattr(model.plain, "python_function") else tf.function(model.plain)
@@ -92,7 +92,7 @@ def verify(model: Any, sample: Any) -> Verification:
         # Before bytes are counted: the first call of a function also traces and folds constants.
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
         unplanned, measured = (_allocations(run, variables) for run in runs)
-    # The step that just ran as planned.
+    # What the planned step was last built from.
     step = record.running
     assert step is not None
     plan, base = step.plan, step.base_bytes

@@ -163,7 +163,7 @@ REFUSED_OR_RIGHT = {
     "graph": "",
     "modules": "",
     "compile": "Plan with backend='graph' or 'modules'",
-    "regions": "ran as a region of its own, which computes one gradient. Plan with backend='modul",
+    "regions": "ran as a planned region, which computes one gradient. Plan with backend='modul",
 }
 
 

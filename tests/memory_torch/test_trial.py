@@ -66,7 +66,7 @@ def test_a_step_that_fails_or_has_other_results_is_not_used(otherwise, words):
 
 def test_a_step_that_rounds_otherwise_says_so():
     model, sample = asks_for_fakes(lambda x: x * 3 / 3), torch.randn(64, 32)
-    with pytest.warns(PlanWarning, match="except for rounding.*reads values .*test_trial.py"):
+    with pytest.warns(PlanWarning, match="but for rounding.*reads values .*test_trial.py"):
         planned = plan(model, sample, "80%", **SETTINGS)
     assert planned.sn_memory.backend == "graph"
     assert 0 < planned.sn_memory.trial.difference < 1e-6

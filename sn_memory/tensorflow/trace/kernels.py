@@ -1,8 +1,8 @@
-"""What kernels of TensorFlow do with memory: which pass a buffer on, which write over their input.
+"""Memory behaviour of TensorFlow's kernels: which pass a buffer on, which overwrite an input.
 
-The executor lets an elementwise kernel write its result over an input that nobody else holds. A
-graph that does not know this has a peak that no run reaches. The table was measured: each kind was
-run alone under the allocator's statistics, and a test does so again.
+The executor lets an elementwise kernel overwrite an input that has no other reference. A graph that
+does not model this overestimates the peak. The table was measured: each kind was run alone under
+the allocator's statistics, and a test repeats that.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ALIASES: Final = _kinds(
     "Bitcast CheckNumerics EnsureShape ExpandDims Identity IdentityN PreventGradient "
     "Reshape Snapshot Squeeze StopGradient"
 )
-# Whether these pass all elements on is unknown where a size is open.
+# If a size is unknown, so is whether these pass all elements on.
 _BY_SIZE: Final = _kinds("BroadcastTo Slice StridedSlice Tile")
-# The result is the input's buffer where nothing changes.
+# The result is the input's buffer if nothing changes.
 MAYBE_ALIASES: Final = _kinds("AddN Cast ConcatV2 Slice StridedSlice Tile Transpose BroadcastTo")
-# The result is written over the first input of the same size and type that ends here.
+# The result overwrites the first input of the same size and type that is used last here.
 OVERWRITES: Final = _kinds(
     "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv "
     "LeakyRelu LeakyReluGrad Log Log1p LogSoftmax Maximum Minimum Mul MulNoNan Neg OnesLike Pow "
@@ -51,7 +51,7 @@ HARMLESS: Final = _kinds("Empty PlaceholderWithDefault VarHandleOp")
 
 
 def passes_on(op: Any) -> bool:
-    """Say whether the results of an op are the buffers of its inputs, one by one."""
+    """Whether the results of an op are the buffers of its inputs, one by one."""
     if op.type in ALIASES:
         return True
     if op.type not in MAYBE_ALIASES or not op.outputs:
@@ -62,7 +62,7 @@ def passes_on(op: Any) -> bool:
     if op.type in _BY_SIZE and not source.shape.is_fully_defined():
         return False
     if op.type in ("AddN", "ConcatV2"):
-        # Of one tensor. ConcatV2 has its axis among the inputs, of another type.
+        # With a single tensor. ConcatV2 has its axis among the inputs, of another type.
         same = [v for v in op.inputs if v.dtype == result.dtype and v.shape.rank is not None]
         return len(same) == 1
     if op.type == "Transpose":
@@ -76,7 +76,7 @@ constant = tf.get_static_value
 
 
 def nbytes(tensor: Any) -> int | None:
-    """Bytes of a tensor; 0 for handles, None where the trace does not tell."""
+    """Bytes of a tensor; 0 for handles, None if the trace does not determine them."""
     if tensor.dtype == tf.string and tensor.op.type == "Const":
         return sum(map(len, np.ravel(constant(tensor))))
     if tensor.dtype in (tf.resource, tf.variant, tf.string):
@@ -88,7 +88,7 @@ def nbytes(tensor: Any) -> int | None:
 
 
 def _count_of_gradient(tensor: Any) -> int | None:
-    """Elements of what sums over a broadcast's axes, whose shape a trace leaves open."""
+    """Elements of a sum over a broadcast's axes, whose shape a trace leaves unknown."""
     op = tensor.op
     if op.type == "BroadcastGradientArgs":
         # At most one number per axis.
@@ -104,21 +104,21 @@ def _count_of_gradient(tensor: Any) -> int | None:
 
 
 def is_random(op: Any) -> bool:
-    """Say whether an op draws from a generator of its own, so that it draws anew when run again."""
+    """Whether an op has its own random generator, so that it draws new numbers in a rerun."""
     attrs = op.node_def.attr
     return bool(op.op_def.is_stateful) and "seed" in attrs and "seed2" in attrs
 
 
 def is_collective(op: Any) -> bool:
-    """Say whether an op meets other ranks."""
+    """Whether an op communicates with other ranks."""
     return op.type.startswith(("Horovod", "Collective", "Nccl"))
 
 
 def has_effect(op: Any) -> bool:
-    """Say whether an op changes something outside of its results.
+    """Whether an op changes something outside of its results.
 
-    Of loops, branches and calls their bodies are asked: all that read a variable are registered as
-    stateful. A body that draws random numbers cannot be marked as one op that does, so it counts.
+    For loops, branches and calls their bodies decide, as all that read a variable are registered as
+    stateful. A body that draws random numbers cannot be treated as one random op, so it counts.
     """
     if op.type in LOOPS or op.type in CALLS:
         return any(has_effect(inner) or is_random(inner) for inner in _inside(op))
@@ -139,19 +139,19 @@ def _inside(op: Any) -> list[Any]:
 
 
 def body_of(op: Any, name: str) -> Any:
-    """Return the graph of a function that a loop or branch may run, with the shapes known there."""
+    """Return the graph of a function that a loop or branch may run, with known shapes."""
     function = op.graph._get_function(name)
     if hasattr(function, "graph"):
-        # As it was traced: rebuilt from its definition, it would not know the shapes of variables.
+        # The traced graph: rebuilt from its definition, it would lack the shapes of variables.
         return function.graph
-    # A `Defun` of TensorFlow 1, as the scan inside tf.nn.ctc_loss is, keeps its definition alone.
+    # A `Defun` of TensorFlow 1, like the scan inside tf.nn.ctc_loss, keeps only its definition.
     shapes = [value.shape for value in op.outputs] if "While" in op.type else None
     with op.graph.as_default():
         return function_def_to_graph.function_def_to_graph(function.definition, shapes)
 
 
 def changes_variables(op: Any) -> bool:
-    """Say whether an op changes the variables among its inputs and nothing else."""
+    """Whether an op changes the variables among its inputs and nothing else."""
     return str(op.type).startswith(("Assign", "ResourceApply", "ResourceScatter", "ResourceSparse"))
 
 
@@ -165,9 +165,9 @@ def variables_read(op: Any) -> list[Any]:
 
 
 def keeps_maxima(op: Any) -> bool:
-    """Say whether a max pooling also writes where its maxima were, for its gradient to read.
+    """Whether a max pooling also writes the positions of its maxima, for its gradient to read.
 
-    oneDNN's does, where it replaces TensorFlow's: a byte for each element of the result.
+    oneDNN's does, if it replaces TensorFlow's: a byte for each element of the result.
     """
     return (
         op.type == "MaxPool"

@@ -1,8 +1,9 @@
 """Seconds and workspace of each op: measured once per signature, kept in a file.
 
-Each op is run alone, eagerly, on random values of its shapes. The allocator's trace tells what it
-asks for beyond its results: reordered operands, transposed copies, indices of maxima. What cannot
-be run so (loops, ops that change something) is left to the roofline, without workspace.
+Each op is run alone, eagerly, on random values of its shapes. The allocator's trace shows what it
+allocates in addition to its results: reordered operands, transposed copies, indices of maxima. Ops
+that cannot run like this (loops, ops that change something) are estimated by the roofline, without
+workspace.
 """
 
 from __future__ import annotations
@@ -41,12 +42,12 @@ class MeasuredCosts(OpTimes):
         self.device = device
 
     def __call__(self, node: Node) -> Cost:
-        # What there was no time for is left to the roofline.
+        # Nodes for which there was no time are estimated by the roofline.
         seconds, space = self.table.get(self._key(node), (None, 0))
         return seconds, int(space or 0)
 
     def measure(self, nodes: Iterable[Node]) -> None:
-        """Measure what is not in the table yet."""
+        """Measure nodes that are not in the table yet."""
         missing = {key: node.op for node in nodes if (key := self._key(node)) not in self.table}
         if not missing:
             return
@@ -68,10 +69,10 @@ class MeasuredCosts(OpTimes):
 
 
 def costs_as_in(graph: Graph, nodes: Mapping[str, Node]) -> Callable[[Node], Cost]:
-    """Return costs of nodes after those of ops of the same names in another graph.
+    """Return costs of nodes from those of ops with the same names in another graph.
 
-    They are scaled by the elements that a node reads and makes; a node of another name is left to
-    the roofline.
+    They are scaled by the elements that a node reads and makes; nodes with other names are
+    estimated by the roofline.
 
     nodes : those of the other graph's ops, by name
     """
@@ -93,7 +94,7 @@ def _elements(op: Any) -> int:
 
 
 def is_cost(value: Any) -> bool:
-    """Say whether a value read from a file is a Cost: seconds or None, and bytes."""
+    """Whether a value read from a file is a Cost: seconds or None, and bytes."""
     if not isinstance(value, list) or len(value) != 2:
         return False
     seconds, space = value
@@ -102,7 +103,7 @@ def is_cost(value: Any) -> bool:
 
 
 def circumstances() -> str:
-    """Settings of TensorFlow with which the same op takes another time, or another kernel."""
+    """Settings of TensorFlow on which the time or the kernel of an op depends."""
     settings = {
         "tf32": tf.config.experimental.tensor_float_32_execution_enabled(),
         "deterministic": config.is_op_determinism_enabled(),
@@ -122,20 +123,20 @@ def cache_name(device: str) -> str:
 
 
 def signature(op: Any) -> str:
-    """What the cost of an op depends on, as text."""
+    """Everything that the cost of an op depends on, as text."""
     attrs = op.node_def.attr
-    # Those with an underscore are marks of a graph's passes and gradients.
+    # Attributes with an underscore are annotations of graph passes and gradients.
     settings = [f"{key}={attrs[key]}" for key in sorted(attrs) if not key.startswith("_")]
     inputs = []
     for tensor in op.inputs:
-        # Integers that are known say what is to be done: axes, sizes, paddings.
+        # Known integers are parameters of the op: axes, sizes, paddings.
         value = kernels.constant(tensor) if tensor.dtype.is_integer else None
         inputs.append(f"{tensor.dtype.name}{tensor.shape}{'' if value is None else value.tolist()}")
     return f"{op.type}({', '.join(inputs)}){settings}"
 
 
 def measured_device(device: str) -> Device:
-    """Return the speeds of a device, measured: matrix products and copies."""
+    """Return the measured speeds of a device: matrix products and copies."""
     with tf.device(device):
         side = 1024 if "CPU" in device else 8192
         matrix = tf.random.uniform((side, side))
@@ -187,12 +188,12 @@ def _filled(tensor: Any) -> Any:
         return tf.constant(known, tensor.dtype)
     shape = tensor.shape.as_list()
     if tensor.dtype.is_floating:
-        # Not zeros: denormals and zeros are slower or faster than what training sees.
+        # Not zeros: denormals and zeros are slower or faster than values in training.
         return tf.cast(tf.random.uniform(shape, 0.1, 1.0), tensor.dtype)
     # Indices: 0 is in every range.
     return tf.zeros(shape, tensor.dtype)
 
 
 def _best(work: Callable[[], Any]) -> float:
-    """Seconds of the quickest of a few runs, after one to warm up."""
+    """Seconds of the fastest of a few runs, after a warm-up."""
     return quickest(lambda: wait_for(work()), time.perf_counter)

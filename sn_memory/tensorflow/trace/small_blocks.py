@@ -1,8 +1,8 @@
 """Blocks that the CPU allocator's trace does not show, counted from the graph of a step.
 
-It shows those of 256 KiB and more (`memory.py`). Smaller ones are held nevertheless: a small
-model's whole step, and what recurrent layers collect in each iteration of their loops. Ops are
-taken in the order of the trace, lists with as many elements as their loop has iterations.
+It shows blocks of 256 KiB and more (`memory.py`). Smaller ones take memory as well: a small model's
+whole step, and what recurrent layers collect in each iteration of their loops. Ops are assumed to
+run in the order of the trace, and lists to have as many elements as their loop has iterations.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ def small_bytes(graph: Any, device: str) -> int:
     if "GPU" in device:
         return 0
     captured = undifferentiated(graph)
-    # Not the peak of small blocks alone, which may be at another time than that of all.
+    # Not the peak of small blocks alone, which may be at another time than that of all blocks.
     return _Steps(captured, 0).peak_bytes() - _Steps(captured, TRACED_BYTES).peak_bytes()
 
 
 class _Steps:
     """The ops of a graph, or of a loop's body, in order.
 
-    least_bytes : of the blocks that count
+    least_bytes : size from which blocks count
     """
 
     def __init__(self, captured: Captured, least_bytes: int) -> None:
         self.captured, self.buffers = captured, Buffers(captured, inside=True)
         self.least_bytes = least_bytes
-        # Per list, how many elements it has.
+        # Number of elements per list.
         self.lengths: dict[int, int] = {}
 
     def peak_bytes(self) -> int:
@@ -64,7 +64,7 @@ class _Steps:
                     allocated |= self.collected(node, parts[0])
             elif node.op.type == "TensorListFromTensor":
                 allocated[node.outputs[0]] = self.unstacked(node)
-            # Before the result counts, which lies in the same block.
+            # Before the result counts, which uses the same block.
             over = self.buffers.overwritten(at)
             if over is not None:
                 live -= sizes.pop(over, 0)
@@ -99,7 +99,7 @@ class _Steps:
             size = 0 if element in counted else body.size(element)
             counted.add(element)
             self.lengths[value] = self.iterations(node)
-            # An argument of the body is one block, however often it is in the list.
+            # An argument of the body is a single block, however often it is in the list.
             if body.buffers.producer.get(element) is None or not size:
                 continue
             if not self.lengths[value]:
@@ -113,7 +113,7 @@ class _Steps:
         return sizes
 
     def put(self, value: int) -> int | None:
-        """Return the buffer that is put into a list here; None if that is no list that grows."""
+        """Return the buffer that is put into a list here; None if no list grows here."""
         root = self.buffers.root
         at = self.buffers.producer.get(root[value])
         node = None if at is None else self.captured.nodes[at]
@@ -121,7 +121,7 @@ class _Steps:
             return None
         element = root[node.inputs[_PUT[node.op.type]]]
         if element in self.captured.arguments:
-            # Lists share elements: an argument was made, and perhaps put, in the iteration before.
+            # Lists share elements: an argument was made, and perhaps put, by the last iteration.
             place = self.captured.arguments.index(element)
             element = root[self.captured.outputs[place]]
         return element
@@ -132,6 +132,6 @@ class _Steps:
         limit = kernels.constant(node.op.inputs[1])
         if limit is not None and limit.ndim == 0 and limit > 0:
             return int(limit)
-        # The gradient of a loop runs as often, and takes from lists what that has put there.
+        # The gradient of a loop has as many iterations, and reads the lists that the loop filled.
         roots = (self.buffers.root[value] for value in node.inputs)
         return max((self.lengths.get(root, 0) for root in roots), default=0)

@@ -1,12 +1,12 @@
-"""From a flat traced step to the graph: buffers, storages, writes in place, phases, flags.
+"""Conversion of a flat traced step to the graph: buffers, storages, in-place writes, phases, flags.
 
-Thousands of ops of a step work on a few bytes: learning rates, counters, shapes. No planner gains
-anything there. Such an op follows the op traced before it, runs once, and its results are held; all
+Thousands of ops of a step work on a few bytes: learning rates, counters, shapes. Planning them
+gains nothing. Such an op follows the op traced before it, runs once, and its results are held; all
 others are ops of the graph.
 
 A trace has all updates after all gradients, so a graph in its order would hold every gradient to
-the end. The executor does not wait: it updates a variable when its gradient is ready. A step is put
-into that order before it is planned.
+the end. The executor does not wait: it updates a variable when its gradient is ready. A step is
+reordered accordingly before it is planned.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from ..errors import TraceError
 from . import kernels
 from .capture import SHAPE_OF_VALUES, Captured, Node, bodies
 
-# Learning rates, counters, shapes: what is as small is held and not planned.
+# Values up to this size, e.g. learning rates, counters, shapes, are held and not planned.
 SMALL_BYTES: Final = 1024
 # Seconds of a node (None: a roofline) and bytes of its workspace.
 Costs = Callable[[Node], tuple[float | None, int]]
 
 
 class Buffers:
-    """The values of a captured step by the buffers they lie in.
+    """The values of a captured step by the buffers that hold them.
 
-    inside : it is the body of a loop or branch: values of unknown size are not counted there, where
-        a step would be refused
+    inside : whether it is the body of a loop or branch: values of unknown size are not counted
+        there, whereas a step would be refused
 
     needed : nodes that results or effects depend on; the others are left out.
-    root : per value, the value whose buffer it lies in: itself, what it is a view of, or the handle
-        of the variable it was read from.
+    root : per value, the value whose buffer it uses: itself, what it is a view of, or the handle of
+        the variable it was read from.
     last : per root, the last node that reads it; beyond the last node for results.
-    folded : values known without running anything, or computed from such
+    folded : values known without running anything, or computed from such values
     sizes : bytes per root
     uncounted : names of values whose bytes are unknown
     """
@@ -60,7 +60,7 @@ class Buffers:
                     self.changes.setdefault(value, []).append(at)
         self.root = {value: value for value in range(len(captured.tensors))}
         self.last: dict[int, int] = {}
-        # Twice: whether a read sees one version is known once the last use of its result is.
+        # Twice: whether a read sees one version depends on the last use of its result.
         self._follow(reads=frozenset())
         reads = frozenset(at for at in sorted(self.needed) if self._sees_one_version(at))
         self._follow(reads=reads)
@@ -91,7 +91,7 @@ class Buffers:
                 root in self.producer
                 and root not in self.folded
                 and self.last[root] == at
-                # Read twice by one op it is held twice, and not written over.
+                # If one op reads it twice, it is held twice, and not overwritten.
                 and roots.count(root) == 1
                 and tensors[root].dtype == tensors[result].dtype
                 and self.sizes[root] == self.sizes[result]
@@ -167,7 +167,7 @@ class Buffers:
             return int(variable.shape.num_elements() or 0) * int(variable.dtype.size)
         size = captured.nbytes(value)
         if value in captured.shapes:
-            # However few elements the sample has there, other inputs may have many.
+            # However few elements the sample has, other inputs may have many.
             return max(size or 0, SMALL_BYTES + 1)
         if size is not None:
             return size
@@ -211,36 +211,36 @@ def phases(captured: Captured) -> list[str]:
 def updates_first(captured: Captured) -> Captured:
     """Return a step with its updates moved to where all that they read is ready.
 
-    Moved are ops after the backward pass without effect, and those that only change variables. A
-    variable is changed after all ops that read it before in the trace, and read after all that
-    changed it before. All others keep their order.
+    Only ops after the backward pass are moved that have no effect, or only change variables. A
+    variable is still changed after all ops that read it earlier in the trace, and read after all
+    ops that changed it earlier. All other ops keep their order.
     """
     nodes, phase, waits = captured.nodes, phases(captured), _waits(captured)
     begin = next((at for at, name in enumerate(phase) if name == "backward"), len(nodes))
     movable = [_may_move(node, captured) for node in nodes]
     early = [name == "update" and movable[at] for at, name in enumerate(phase)]
-    # What updates read beside gradients (rates, decay) is traced after the backward pass as well.
+    # What updates read in addition to gradients (rates, decay) is also traced after the backward.
     fetched = [at > begin and movable[at] and name == "forward" for at, name in enumerate(phase)]
-    # Forwards: after which node all that a node waits for is ready.
+    # In forward order: the node after which all that a node waits for is ready.
     due: list[int] = []
     for at, before in enumerate(waits):
         soonest = max((due[op] for op in before), default=0)
         due.append(soonest if early[at] or fetched[at] else at)
-    # Backwards: no earlier than the first reader needs it, or it would be held for nothing.
+    # In reverse order: no earlier than the first reader needs it, or it would be held in vain.
     wanted = list(range(len(nodes)))
     for at in reversed(range(len(nodes))):
         if fetched[at]:
             due[at] = max(due[at], wanted[at])
         for wait in waits[at]:
             wanted[wait] = min(wanted[wait], due[at])
-    # Of nodes that are due together, those first that were traced first.
+    # Nodes that are due together keep the order of the trace.
     order = sorted(range(len(nodes)), key=lambda at: (due[at], at))
     return replace(captured, nodes=[nodes[at] for at in order])
 
 
 def _may_move(node: Node, captured: Captured) -> bool:
     op = node.op
-    # Random numbers come in the order of their draws, and ranks meet in the order of a trace.
+    # Random draws must keep their order, and collectives must run in the same order on all ranks.
     if kernels.is_random(op) or kernels.is_collective(op) or op.type in kernels.LOOPS:
         return False
     return not kernels.has_effect(op) or (
@@ -252,9 +252,9 @@ def _waits(captured: Captured) -> list[set[int]]:
     """Return, per node, those that must come before it."""
     producer = captured.producer
     number = {id(node.op): at for at, node in enumerate(captured.nodes)}
-    # Of a value that lies in a variable's buffer, the handle of that variable.
+    # Per value in a variable's buffer, the handle of that variable.
     lies_in: dict[int, int] = {handle: handle for handle in captured.variables}
-    # Per handle, the node that changed it last, and those that have used it since.
+    # Per handle, the nodes that have used it since its last change, and the node of that change.
     users: dict[int, list[int]] = {}
     changed: dict[int, int] = {}
     waits: list[set[int]] = []
@@ -281,14 +281,14 @@ def _waits(captured: Captured) -> list[set[int]]:
 
 @dataclass(frozen=True)
 class GraphBinding:
-    """The graph of a captured step, and what its names stand for."""
+    """The graph of a captured step, and the meaning of its names."""
 
     graph: Graph
-    # Name of an op to the number of its node; the op `loss` has none.
+    # Name of an op to the index of its node; the op `loss` has none.
     node_of: dict[str, int]
     # Per op, the small nodes that run right after its first run; under "" those at the start.
     followers: dict[str, list[int]]
-    # Per root value, the name of the storage it lies in; small values have none.
+    # Per root value, the name of its storage; small values have none.
     storage: dict[int, str]
     buffers: Buffers
 
@@ -303,7 +303,7 @@ def to_graph(
     extra: Sequence[Storage] = (),
     inside: bool = False,
 ) -> GraphBinding:
-    """Return the graph of a captured step; `extra` are resident storages that are no part of it."""
+    """Return the graph of a captured step; `extra` are resident storages outside of it."""
     builder = _Builder(captured, costs, Buffers(captured, inside=inside))
     builder.build()
     storages = [*builder.storages.values(), *extra]
@@ -322,7 +322,7 @@ class _Builder:
         self.ops: list[Op] = []
         self.node_of: dict[str, int] = {}
         self.followers: dict[str, list[int]] = {"": []}
-        # Per pooled value, where its maxima were.
+        # Per pooled value, the storage of the positions of its maxima.
         self.maxima: dict[int, str] = {}
 
     def build(self) -> None:
@@ -400,7 +400,7 @@ class _Builder:
         seconds, space = self.costs(node)
         if op.type == "MaxPoolGrad" and node.inputs[1] in self.maxima:
             reads.append(self.maxima[node.inputs[1]])
-            # Run alone, it has to find the maxima first.
+            # Its measured workspace is for finding the maxima first, as when it runs alone.
             space = 0
         over = buffers.overwritten(at)
         for place, value in enumerate(node.outputs):
@@ -420,7 +420,7 @@ class _Builder:
             count = math.prod(self.captured.shape(node.outputs[0]) or ())
             self.storages[name] = Storage(name, count, "activation")
             makes.append(name)
-            # Run alone, it drops the places of its maxima at once.
+            # When it was measured alone, the positions of the maxima counted as workspace.
             space = 0
         if op.type in kernels.LOOPS:
             space = max([self.inner_bytes(body) for body in bodies(op)], default=0)
@@ -436,7 +436,7 @@ class _Builder:
                 seconds=seconds,
                 flops=flops(node, self.captured) if seconds is None else 0.0,
                 random=kernels.is_random(op),
-                # Run once, as one with an effect: small values are held, and need no second run.
+                # Runs once, like an op with an effect: small values are held and need no rerun.
                 effect=effect or not (makes or writes) or self.reads_changed(node),
                 collective=kernels.is_collective(op),
                 workspaces=(Workspace(space),) if space else (),
@@ -445,9 +445,9 @@ class _Builder:
         return node.name
 
     def reads_changed(self, node: Node) -> bool:
-        """Whether an op itself reads a variable that is changed later: rerun, it would see that.
+        """Whether an op reads a variable that is changed later, which a rerun would see.
 
-        In a model's step the update is outside of the plan, and may change any.
+        In a model's step the update is outside of the plan, and may change any variable.
         """
         if self.captured.placeholders:
             variables = self.captured.variables
@@ -465,7 +465,7 @@ class _Builder:
         return peak(inner.graph).bytes - inner.graph.base_bytes
 
     def add_loss(self) -> str:
-        """Add the op outside of the plan that makes the gradients of the outputs from these."""
+        """Add the op, outside of the plan, that computes the gradients of the outputs."""
         roots = [self.buffers.root[value] for value in self.captured.targets]
         reads = [self.storage[root] for root in roots if root in self.storage]
         makes = [
@@ -491,11 +491,11 @@ def flops(node: Node, captured: Captured) -> float:
     if op.type in ("BatchMatMulV2", "BatchMatMul"):
         return 2.0 * math.prod(shapes[2]) * shapes[0][-2 if op.get_attr("adj_x") else -1]
     if not captured.shapes.keys().isdisjoint(values):
-        # Of other ops, one per element of the result.
+        # For other ops, one per element of the result.
         if op.type != "MatMul":
             return float(math.prod(shapes[-1]))
         return 2.0 * math.prod(shapes[2]) * shapes[0][0 if op.get_attr("transpose_a") else 1]
-    # The registry calls functions of TensorFlow's that it has deprecated itself.
+    # TensorFlow's registry calls functions that TensorFlow has deprecated.
     with deprecation.silence():
         count = framework_ops.get_stats_for_node_def(op.graph, op.node_def, "flops").value
     return float(count or 0)

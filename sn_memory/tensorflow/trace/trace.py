@@ -1,7 +1,7 @@
 """trace: a training step of a model, or a step function, as a graph; no step is taken.
 
-plan, estimate and verify start here. capture.py turns a step into a list of ops, to_graph.py that
-into a graph, and op_seconds.py measures their costs.
+plan, estimate and verify start here. capture.py turns a step into a list of ops, to_graph.py turns
+that into a graph, and op_seconds.py measures their costs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class Trace:
 
     named : the graph with its names
     captured : the ops behind it
-    structure : of a step, what it returns, with the symbolic tensors of the trace in it; of a
-        model, what was seen at its `call`: arguments, results, variables, gradients
-    constants : of a step's arguments, what is no tensor, by its place
+    structure : for a step, what it returns, with the symbolic tensors of the trace in it; for a
+        model, what was recorded at its `call`: arguments, results, variables, gradients
+    constants : those of a step's arguments that are not tensors, by position
     """
 
     named: GraphBinding
@@ -60,7 +60,7 @@ class Trace:
 
     @property
     def uncounted(self) -> str:
-        """What of the step its graph does not count, as a sentence; "" if it counts all."""
+        """The bytes that the graph does not count, as a sentence; "" if it counts all."""
         names = self.named.buffers.uncounted
         if not names:
             return ""
@@ -79,24 +79,24 @@ def trace(
     device: Device | str | None = None,
     optimizer: Any = None,
 ) -> Trace:
-    """Record a training step as a graph. Model and variables are left as they were.
+    """Record a training step as a graph. Model and variables are left unchanged.
 
     Parameters
     ----------
     model
         A built Keras 3 model: forward, loss, backward; the loss is an op outside of the plan. Or a
-        step function, with or without tf.function, that holds the tape, the loss and, where
-        wanted, the update: then all of that is planned.
+        step function, with or without tf.function, that contains the tape, the loss and,
+        optionally, the update: then all of that is planned.
     sample
         Its input: a tensor, array or tf.TensorSpec, or a tuple of them as positional arguments;
-        other structures (dicts, lists) are one argument. Only shapes and types matter, and where
-        shapes inside depend on values, these: the ops before them run once.
+        other structures (dicts, lists) are one argument. Only shapes and types matter, and values
+        on which inner shapes depend: the ops before those run once.
     profile
         Measure seconds and workspace of each op once per signature; kept in a file in the user's
         cache folder. Otherwise, a roofline and no workspaces.
     device
-        Speeds for the roofline; default: measured, or nominal where nothing is. Or a name of the
-        table, as "h100": then no op is timed, since the times would be those of this machine. Ops
+        Speeds for the roofline; default: measured, or nominal without `profile`. Or a name of the
+        table, e.g. "h100": then no op is timed, since the times would be those of this machine. Ops
         are those of the graph that TensorFlow makes here, and workspaces of that device's kernels
         are not modelled.
     optimizer
@@ -105,7 +105,8 @@ def trace(
     Raises
     ------
     TraceError
-        For a step that cannot be traced, or whose plan would lose something; says where.
+        For a step that cannot be traced, or whose plan would lose something; the message says
+        where.
 
     Examples
     --------
@@ -124,7 +125,7 @@ def trace(
         inputs = partial(values_at_call, model, sample)
     else:
         concrete, log = capture_step(model, args)
-        # As the executor would run it: in a trace all updates come after all gradients.
+        # In the executor's order: in a trace all updates come after all gradients.
         captured = updates_first(flat(concrete.graph, log))
         structure = concrete.structured_outputs
         name = getattr(model, "__name__", "step")
@@ -142,7 +143,7 @@ def trace(
             captured, name=name, device=rates, costs=costs, allocator="tensorflow", extra=extra
         )
 
-    # With seconds by the roofline; it tells which ops there are to be measured.
+    # First with seconds by the roofline, to learn which ops are to be measured.
     named = graph_of(lambda node: (None, 0))
     if profile:
         costs = MeasuredCosts(place)
@@ -160,13 +161,13 @@ def trace_like(
     *,
     training: bool | None = True,
 ) -> Trace:
-    """Record a training step of a model that was traced before, for other arguments; no op is run.
+    """Record a training step of an already traced model for other arguments; no op is run.
 
     Ops of one model have the same names at any batch size and length: seconds and workspaces are
     those of the trace before, scaled by the number of elements.
 
-    args, kwargs, training : of the model's call, with tf.TensorSpec in the place of tensors
-    before : its device and what counts beside a step are taken over
+    args, kwargs, training : of the model's call, with tf.TensorSpec in place of tensors
+    before : the earlier trace, whose device and optimizer state are taken over
     """
     captured, structure = capture_model(model, args, kwargs, training=training)
     nodes = {name: before.captured.nodes[at] for name, at in before.named.node_of.items()}
@@ -182,9 +183,9 @@ def trace_like(
 
 
 def optimizer_bytes(model: Any, optimizer: Any) -> int:
-    """Bytes of the variables of a Keras optimizer for a model; where possible, none are created.
+    """Bytes of the variables of a Keras optimizer for a model; if possible, none are created.
 
-    Where an optimizer does not tell its variables, a PlanWarning says why, and none are counted.
+    If the variables cannot be determined, a PlanWarning says why, and none are counted.
     """
     optimizer = keras.optimizers.get(optimizer)
     try:
@@ -207,14 +208,14 @@ def _built_twin(optimizer: Any, model: Any) -> Any:
     """Return a twin of an optimizer that has its variables for a model."""
     kind, settings = type(optimizer), optimizer.get_config()
     twin = kind.from_config(settings)
-    # Keras would create the twin's variables at the end of its own next scope, whoever opens it.
+    # Otherwise Keras would create the twin's variables at the end of the next outermost scope.
     waiting = list(global_state.get_global_attribute(_WAITING) or ())
     try:
         with keras.StatelessScope(initialize_variables=False):
             twin.build(model.trainable_variables)
     except ValueError:
-        # Adafactor and Nadam have numbers among their variables, which no scope defers. Created
-        # for real, on the host, they are freed at once.
+        # Adafactor and Nadam have variables made from numbers, which no scope defers. They are
+        # really created, on the host, and freed immediately.
         twin = kind.from_config(settings)
         with tf.device("CPU:0"):
             twin.build(model.trainable_variables)

@@ -1,8 +1,8 @@
-"""The back end for torch.compile: its compiled step, cut as torch's own memory budget cuts it.
+"""The back end for torch.compile: its compiled step, partitioned by torch's own memory budget.
 
-What a budget of torch's means for the peak is measured (search.py). A plan is a setting of it, and
-is stored in a file beside Inductor's cache: a later process with the same model finds the plan by
-the hash of the traced model, and torch what it compiled.
+The peak that each of torch's budgets leads to is measured (search.py). A plan is a setting of that
+budget, stored in a file next to Inductor's cache: a later process with the same model finds the
+plan by the hash of the traced model, and torch finds its compiled code.
 """
 
 from __future__ import annotations
@@ -36,10 +36,9 @@ from ..trace.op_seconds import while_training
 
 log = logging.getLogger(__name__)
 
-# Prefixes of the methods that a forward pass calls of a logger: libraries add others, such as
-# `warning_once`.
+# Prefixes of logger methods called in forward passes: libraries add others, e.g. `warning_once`.
 _LOGS = ("debug", "info", "warn", "error", "exception", "critical", "log")
-# Attributes by which Dynamo knows which sizes of a tensor vary.
+# Attributes that tell Dynamo which sizes of a tensor vary.
 _MARK = re.compile(r"_dynamo_\w+_indices|_has_dynamo_dim_marking")
 _HOOKS = (
     ("torch._inductor.compile_fx", "compile_fx"),
@@ -50,12 +49,12 @@ _HOOKS = (
 )
 
 
-class Ready(Exception):  # noqa: N818 - no error: the step is compiled
+class Ready(Exception):  # noqa: N818 - not an error: the step is compiled
     """Raised in place of the first run of a compiled step."""
 
 
 class Setting(NamedTuple):
-    """A setting of torch's memory budget: a share of what it saves by itself, and a solver."""
+    """A setting of torch's memory budget: a share of what torch saves by default, and a solver."""
 
     share: float
     solver: str
@@ -66,9 +65,9 @@ class Setting(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class CompiledPlan(MeasuredPlan):
-    """A plan by measured steps: what torch would save by itself, and now recomputes, by a setting.
+    """A plan by measured steps: which of the values that torch saves by default are recomputed.
 
-    setting : of torch's memory budget; None where torch's own partition fits
+    setting : of torch's memory budget; None if torch's own partition fits
     """
 
     setting: Setting | None = None
@@ -82,15 +81,15 @@ class CompiledPlan(MeasuredPlan):
 
 @dataclass(frozen=True)
 class Settings:
-    """What a compiled step is planned with.
+    """Settings for planning a compiled step.
 
     budget : the most bytes, or a share of the plain compiled step's peak
-    timed : whether steps are timed. Else the one that saves most is taken, which recomputes least.
-    recompute : whether anything may be computed again
-    resident_bytes : what is no part of the step: the optimizer's state
-    earlier_bytes : of gradients that exist when a step begins
+    timed : whether steps are timed. If not, the one that saves most is taken: it recomputes least.
+    recompute : whether anything may be recomputed
+    resident_bytes : bytes outside of the step: the optimizer's state
+    earlier_bytes : bytes of gradients that exist when a step begins
     known : settings that kept the budget on other inputs: the first that does is taken, untimed
-    key : all else that a plan depends on, as text; None: it is not stored for later processes
+    key : everything else that a plan depends on, as text; None: not stored for later processes
     """
 
     budget: float | str
@@ -103,23 +102,23 @@ class Settings:
 
 
 class CompiledStep(Step):
-    """A model under torch.compile, with what of it is computed again chosen by measuring.
+    """A model under torch.compile, whose recomputed values are chosen by measurement.
 
     model : the plain model
-    arguments : a real input; steps are run on it. Parameters, buffers and attributes stay as they
-        are.
+    arguments : a real input; steps are run on it. Parameters, buffers and attributes are left
+        unchanged.
     settings : how to plan
 
-    Raises TraceError if torch.compile breaks the model into several graphs, or no gradient is
-    wanted.
-    Raises BudgetError if no partition of torch's keeps the budget.
+    Raises TraceError if torch.compile breaks the model into several graphs, or nothing requires a
+    gradient.
+    Raises BudgetError if none of torch's partitions keeps the budget.
     """
 
     backend = "compile"
     hidden_from_hooks = "see what its compiled code keeps, in place of what its ops would"
     # Only the allocator sees the buffers of Inductor's kernels.
     by_allocator = True
-    # Inductor's kernels sum in another order.
+    # Inductor's kernels sum in a different order.
     rounds_alike = False
 
     def __init__(self, model: torch.nn.Module, arguments: Arguments, settings: Settings) -> None:
@@ -131,20 +130,20 @@ class CompiledStep(Step):
         self.dry, self.warned = True, False
         known = [*model.parameters(), *model.buffers(), *tensors(arguments)]
         self.known_tensor_bytes = storage_bytes(known)
-        # Of the plain class: the planned model's own forward calls this step.
+        # From the plain class: the planned model's own forward calls this step.
         kind = type(model)
         plain_forward = kind.forward
 
-        # Not the module itself, whose call runs hooks: they run around the planned model already.
+        # Not the module itself, whose call runs hooks: those already run around the planned model.
         def forward(module: torch.nn.Module, /, *args: Any, **kwargs: Any) -> Any:
             return plain_forward(module, *args, **kwargs)
 
-        # Dynamo keeps what it compiles by code object, eight times at most (`recompile_limit`), and
-        # steps of several plans would share one.
+        # Dynamo keys compiled code by code object, at most eight versions each (`recompile_limit`),
+        # and the steps of several plans would share one.
         forward.__code__ = forward.__code__.replace()
         self.kind = kind
         self.compiled = torch.compile(forward, backend=self._backend, fullgraph=True, dynamic=False)
-        # Compiled now, so that what cannot be planned, or does not fit, raises here.
+        # Compiled now, so that a model that cannot be planned, or does not fit, raises here.
         try:
             with quiet(), until_ready():
                 self.run(model, *arguments)
@@ -154,7 +153,7 @@ class CompiledStep(Step):
 
     @property
     def plan(self) -> CompiledPlan:
-        """The latest plan; torch.compile compiles again if one of its guards fails."""
+        """The latest plan; torch.compile recompiles if one of its guards fails."""
         if self.compiled_plan is None:
             raise TraceError(
                 "torch.compile found nothing to differentiate in the model, so there is no "
@@ -174,7 +173,7 @@ class CompiledStep(Step):
     def run(self, model: torch.nn.Module, args: Any, kwargs: Any, call: Call | None = None) -> Any:
         """Run the forward pass of the model this was made for."""
         twin: torch.nn.Module = object.__new__(self.kind)
-        # It shares the dictionary: attributes that the forward pass sets are set on the model.
+        # It shares `__dict__`: attributes that the forward pass sets are set on the model.
         object.__setattr__(twin, "__dict__", model.__dict__)
         with of_fixed_sizes((args, kwargs)):
             returned = self.compiled(twin, *args, **kwargs)
@@ -185,7 +184,7 @@ class CompiledStep(Step):
         return returned
 
     def _arrived(self, planned: tuple[int, ...], gradient: torch.Tensor | None) -> None:
-        """Refuse what a compiled backward graph cannot do; warn if it may round otherwise."""
+        """Refuse what a compiled backward graph cannot do; warn if it may round differently."""
         if gradient is None:
             return  # an output that the loss does not use
         if torch.is_grad_enabled() or is_batched(gradient) or transformed():
@@ -218,7 +217,7 @@ class CompiledStep(Step):
         search: Any = importlib.import_module(".search", __package__)
         partitioner: Any = importlib.import_module(".partitioner", __package__)
         settings = self.settings
-        # Parameters and buffers that the graph does not read are held as well.
+        # Parameters and buffers that the graph does not read take memory as well.
         unused = self.known_tensor_bytes - storage_bytes(tensors(inputs))
         resident = max(0, unused) + settings.resident_bytes + settings.earlier_bytes
         path = None if settings.key is None else _path(module, inputs, settings, resident)
@@ -237,10 +236,10 @@ class CompiledStep(Step):
 
 @contextmanager
 def of_fixed_sizes(arguments: Any) -> Iterator[None]:
-    """Let no size of an input vary inside: a step is compiled for the sizes that it is measured at.
+    """Make all input sizes static inside: a step is compiled for the sizes it is measured at.
 
-    Users mark sizes that vary (`mark_dynamic`), and torch marks those of what a compiled function
-    returned or read; `dynamic=False` does not turn that off.
+    Users mark dynamic sizes (`mark_dynamic`), and torch marks those of tensors that a compiled
+    function returned or read; `dynamic=False` does not turn that off.
     """
     taken: list[tuple[dict[str, Any], str, Any]] = []
     for tensor in tensors(arguments):
@@ -257,8 +256,8 @@ def of_fixed_sizes(arguments: Any) -> Iterator[None]:
 
 @contextmanager
 def until_ready() -> Iterator[None]:
-    """Expect Ready inside, where torch.compile compiles a model; other errors become TraceError."""
-    # Libraries log in a forward pass, which must not break the graph.
+    """Compile a model inside, until Ready is raised; other errors become TraceError."""
+    # Logging in a forward pass, as libraries do, must not break the graph.
     logs = {
         var
         for var in vars(logging.Logger).values()
@@ -290,7 +289,7 @@ def storage_bytes(held: Iterable[torch.Tensor]) -> int:
 def _check_hook(module: str, name: str) -> None:
     try:
         with warnings.catch_warnings():
-            # torch's own modules import what torch has deprecated.
+            # torch's own modules import names that torch has deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
@@ -301,7 +300,7 @@ def _check_hook(module: str, name: str) -> None:
 
 
 def _wrapped_error(error: BaseException) -> BaseException | None:
-    """Return an error for users that torch.compile has wrapped into this one, if there is one."""
+    """Return the user-facing error that torch.compile has wrapped into this one, if any."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, BudgetError | TraceError | torch.OutOfMemoryError):
@@ -318,7 +317,7 @@ def _path(
     partitioner: Any = importlib.import_module(".partitioner", __package__)
     cache_dir = importlib.import_module("torch._inductor.runtime.cache_dir_utils").cache_dir
     text = hashlib.sha256()
-    # Bodies of checkpoints and the like are graphs of their own.
+    # Bodies of checkpoints and similar ops are separate graphs.
     graphs = [
         graph_module.graph
         for graph_module in module.modules()
@@ -346,7 +345,7 @@ def _path(
 
 
 def _cards(inputs: list[Any]) -> tuple[str, ...]:
-    """Return the names of the GPUs that tensors lie on, which seconds and scratch depend on."""
+    """Return the names of the GPUs that hold the tensors; times and scratch depend on them."""
     devices = {value.device for value in inputs if isinstance(value, torch.Tensor)}
     return tuple(
         sorted(torch.cuda.get_device_name(device) for device in devices if device.type == "cuda")
@@ -361,7 +360,7 @@ def _named(target: Any) -> str:
 
 
 def _read(path: Path | None) -> CompiledPlan | None:
-    """Return the plan that was stored; None if there is none, or it cannot be read."""
+    """Return the stored plan; None if there is none, or it cannot be read."""
     if path is None or not path.exists():
         return None
     try:
@@ -377,7 +376,7 @@ def _read(path: Path | None) -> CompiledPlan | None:
 def _write(path: Path | None, plan: CompiledPlan) -> None:
     if path is None:
         return
-    # Written to another file and renamed, as other processes may read it now.
+    # Written to another file and renamed, as other processes may be reading it.
     part = path.with_suffix(f".{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

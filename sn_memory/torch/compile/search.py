@@ -1,13 +1,14 @@
-"""Which of torch's own partitions of a step is taken: the fastest that was measured in a budget.
+"""Search for the fastest of torch's own partitions of a step that keeps the budget, by measurement.
 
-What a compiled step holds is known once it has run: fusion decides which values are in memory, the
-order of kernels when, and the solver of a memory budget counts neither. A smaller share may hold
-more (pytorch issue 197838), and a solver may save what it does not count (197871). So each
-candidate is compiled and run once. It is taken only if it computes what the plain compiled step
-does, and holds no more than the budget.
+The peak of a compiled step is known only once it has run: fusion decides which values are in
+memory, the order of kernels decides when, and the solver of a memory budget counts neither. A
+smaller share may hold more (pytorch issue 197838), and a solver may save what it does not count
+(197871). So each candidate is compiled and run once. It is accepted only if it computes what the
+plain compiled step does, and holds no more than the budget.
 
-A step is run as training runs it, on tensors that share the memory of parameters but are none, so
-that it adds to no gradient of the model and runs no hook. What it writes to is copied before.
+A step is run as in training, on tensors that share the memory of the parameters but are not
+parameters, so that it accumulates no gradients in the model and runs no hooks. Whatever it writes
+to is copied first.
 """
 
 from __future__ import annotations
@@ -46,24 +47,24 @@ from .partitioner import (
 
 log = logging.getLogger(__name__)
 
-# Shares that are tried before any between them, as the peak does not always grow with the share: a
-# U-Net holds 9.3 MiB at 0.7 and 10.4 at 0.5. In this order one that keeps the budget comes soon,
-# should time run out.
+# Shares tried before any in between, as the peak does not always grow with the share: a U-Net
+# holds 9.3 MiB at 0.7 and 10.4 at 0.5. This order finds one that keeps the budget early, in case
+# time runs out.
 _GRID = (0.5, 0.7, 0.3, 0.9, 0.1)
-# Bisections between the largest share that keeps the budget and the next; with another solver,
-# within this distance of where the first ended.
+# Bisections between the largest share that keeps the budget and the next larger one; with another
+# solver, within this distance of the first solver's result.
 _HALVED = 3
 _NEAR_SHARE = 1 / 8
-# Tried if nothing else keeps the budget.
+# Tried if no other share keeps the budget.
 _LAST_SHARES = (0.2, 0.05, 0.8, 0.6, 0.4, 0.02)
-# Measured for the smallest budget that a refusal names.
+# Measured to find the smallest budget, which a refusal names.
 _LEAST_SHARES = (0.1, 0.05, 0.02)
-# With fewer seconds left no more settings are tried, if one keeps the budget.
+# With fewer seconds left, no more settings are tried if one keeps the budget.
 _LEAST_S = 5.0
-# Products in TF32 round as 16-bit floats do.
+# Products in TF32 round like those of 16-bit floats.
 _TF32 = ROUNDING[torch.float16]
-# Rounds that are timed; fewer once so many seconds are spent. With seven rounds, of two steps of 27
-# ms on a busy machine the one that takes 2 % longer was chosen.
+# Timed rounds; fewer once `_MOST_S` seconds are spent. With seven rounds on a busy machine, the
+# slower by 2 % of two steps of 27 ms was chosen.
 ROUNDS = 30
 _MOST_S = 10.0
 
@@ -87,9 +88,9 @@ class Search:
     """A search for one traced model.
 
     module, inputs : as torch.compile passes them to a back end
-    request : what is searched for; its resident bytes are all that are no input of the step
+    request : what to search for; its resident bytes are all that are not inputs of the step
 
-    plain : the step as torch compiles it by itself; None where there is nothing to differentiate
+    plain : the step as torch compiles it by default; None if there is nothing to differentiate
     """
 
     def __init__(self, module: fx.GraphModule, inputs: list[Any], request: Settings) -> None:
@@ -101,7 +102,7 @@ class Search:
         self.plain: Candidate | None = None
         self.known_bytes = storage_bytes(tensors(inputs)) + request.resident_bytes
         self._partitions: dict[Setting, Partition] = {}
-        # By what is saved; None where a partition does not run, or computes something else.
+        # By what is saved; None if a partition does not run, or computes something else.
         self._by_saved: dict[tuple[str, ...], Candidate | None] = {}
         if self.recorder.plain is None:
             return
@@ -112,9 +113,9 @@ class Search:
         self._by_saved[tuple(self.recorder.plain.saved())] = self.plain
 
     def _rounding(self, second: Results) -> float:
-        """Return the largest error of steps that compute the same in another order.
+        """Return the largest error of steps that compute the same in a different order.
 
-        second : of a second plain step: kernels that sum in any order differ from run to run
+        second : results of a second plain step: nondeterministic kernels differ from run to run
         """
         noise = max(differences(self.expected, second).values(), default=0.0)
         errors = [NOISE * noise, *(ROUNDING.get(dtype, 0.0) for dtype in self.recorder.dtypes())]
@@ -124,7 +125,7 @@ class Search:
         return max(errors)
 
     def peak_bytes(self, candidate: Candidate) -> int:
-        """Return the peak of a candidate, with the resident bytes."""
+        """Return the peak of a candidate, including resident bytes."""
         return candidate.step.peak_bytes + self.request.resident_bytes
 
     def best(self) -> CompiledPlan:
@@ -143,7 +144,7 @@ class Search:
         kept = self.within(allowed) if self.request.recompute else []
         if not kept:
             raise self.refusal(allowed)
-        # Without times the one that saves most is taken.
+        # Without timing, the one that saves most is taken.
         kept.sort(key=lambda choice: (-choice.saved_bytes, choice.step.peak_bytes))
         chosen, seconds = kept[0], (0.0, 0.0)
         if self.request.timed and not counts_work():
@@ -197,9 +198,9 @@ class Search:
         return list(kept.values())
 
     def candidate(self, setting: Setting, allowed: int) -> Candidate | None:
-        """Return the partition of a setting, measured once if several settings have it.
+        """Return the partition of a setting, measured once even if several settings give it.
 
-        None if what it saves is above the budget already, if there is no memory to run it, or if it
+        None if what it saves alone exceeds the budget, if there is no memory to run it, or if it
         does not compute what the plain step does.
         """
         if setting not in self._partitions:
@@ -234,10 +235,10 @@ class Search:
         return Candidate(setting, self._partitions[setting], run, replace(step, results={}))
 
     def plan(self, chosen: Candidate, allowed: int, seconds: tuple[float, float]) -> CompiledPlan:
-        """Return the plan of a candidate; seconds are its step's and the plain one's."""
+        """Return the plan of a candidate; seconds are those of its step and of the plain one."""
         assert self.plain is not None
         saved = chosen.partition.saved()
-        # Fused kernels compute several values, so that none has seconds of its own.
+        # Fused kernels compute several values, so no value has a time of its own.
         choices = tuple(
             Choice(name, "keep" if name in saved else "recompute", size, 0.0)
             for name, size in self.plain.partition.saved().items()
@@ -254,10 +255,10 @@ class Search:
         )
 
     def refusal(self, allowed: int) -> BudgetError:
-        """Return the error that no candidate keeps a budget."""
+        """Return the error that says that no candidate keeps the budget."""
         assert self.plain is not None
         if self.request.recompute:
-            # Those that save least may not have been measured, as even they save too much.
+            # Those that save least may be unmeasured, as even what they save exceeds the budget.
             for share in _LEAST_SHARES:
                 self.candidate(Setting(share, SOLVERS[0]), 1 << 62)
         tried = [measured for measured in self._by_saved.values() if measured is not None]
@@ -283,10 +284,10 @@ def _is_late() -> bool:
 
 
 def measured_step(run: Run, inputs: Sequence[Any]) -> Measured:
-    """Run a step once, always with the same random numbers, and count what it holds; untimed.
+    """Run a step once, untimed and always with the same random numbers; count its memory.
 
     run : a compiled forward pass
-    inputs : parameters, buffers and inputs, as a back end gets them: real ones. They count.
+    inputs : parameters, buffers and inputs, as a back end gets them; real tensors, and counted
     """
     with _isolated():
         torch.manual_seed(0)
@@ -304,10 +305,10 @@ def measured_step(run: Run, inputs: Sequence[Any]) -> Measured:
 
 
 def step_seconds(runs: Sequence[Run], inputs: Sequence[Any], *, rounds: int) -> list[float]:
-    """Return the least seconds that a step of each took, of rounds in which they alternate.
+    """Return the minimum seconds of a step of each, over rounds in which they alternate.
 
     runs, inputs : as in `measured_step`
-    rounds : how many count, after one that does not
+    rounds : rounds that count, after one warm-up
     """
     device = device_of(inputs)
     clock = clock_of(device)
@@ -315,21 +316,21 @@ def step_seconds(runs: Sequence[Run], inputs: Sequence[Any], *, rounds: int) -> 
     began = time.perf_counter()
     with _isolated():
         for number in range(rounds + 1):
-            for at, run in enumerate(runs):
+            for index, run in enumerate(runs):
                 inputs_now = _copied(inputs)
                 synchronize(device)
                 start = clock()
                 _step(run, inputs_now)
                 synchronize(device)
                 if number:
-                    least[at] = min(least[at], clock() - start)
+                    least[index] = min(least[index], clock() - start)
             if number and time.perf_counter() - began > _MOST_S:
                 break
     return least
 
 
 def device_of(inputs: Sequence[Any]) -> torch.device:
-    """Return where a step runs: where its first tensor is."""
+    """Return the device of a step: that of its first tensor."""
     return next(value.device for value in inputs if isinstance(value, torch.Tensor))
 
 
@@ -341,7 +342,7 @@ def _isolated() -> Iterator[None]:
 
 
 def _copied(inputs: Sequence[Any]) -> list[Any]:
-    # A step writes to statistics of batch norms; tensors that require a gradient it only reads.
+    # A step writes to the statistics of batch norms; it only reads tensors that require a gradient.
     return [
         value.detach().requires_grad_()
         if isinstance(value, torch.Tensor) and value.requires_grad

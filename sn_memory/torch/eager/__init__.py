@@ -1,1 +1,1 @@
-"""Running a plan call by call: programs, their instructions, and trials."""
+"""Execution of a plan call by call: programs, their instructions, and a trial run."""

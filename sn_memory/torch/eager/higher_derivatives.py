@@ -1,10 +1,10 @@
-"""Higher derivatives, which plans do not compute: the model's own step does.
+"""Higher derivatives: where a plan has no derivative to offer, the unplanned step runs.
 
-A plan has the calls of one forward and one backward pass. If autograd differentiates such a
-backward pass (`create_graph=True`), the model's own forward pass runs, with the inputs of the first
-one, and its gradients have torch's graph. Transforms of torch.func and forward-mode AD need the
-forward pass itself, so there the model's own runs from the start. Both take the memory of the step
-without a plan; a warning says so once.
+A plan covers the calls of one forward and one backward pass. If autograd differentiates such a
+backward pass (`create_graph=True`), the model's own forward pass runs once more, with the same
+inputs and state, and its gradients have torch's own graph. Transforms of torch.func and
+forward-mode AD inspect the forward pass itself, so there the model's own runs immediately. Both
+take the memory of the unplanned step, which a warning says once.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ from .replay import Gradients, Replay
 
 @dataclass(eq=False)
 class PlainStep:
-    """A forward pass by a plan, and what is needed to rerun it by the model's own forward.
+    """A planned forward pass, and what is needed to run it once more without the plan.
 
     model, record : the planned model and its `PlanRecord`
-    parameters, buffers : of the model in this forward pass; `functional_call` swaps in others.
+    parameters, buffers : of the model in this forward pass; `functional_call` may have replaced the
+        model's own.
     """
 
     model: torch.nn.Module
@@ -51,17 +52,17 @@ class PlainStep:
     step: Replay
 
     def __post_init__(self) -> None:
-        # The state before the forward pass draws, so that a rerun draws the same.
+        # The state before the forward pass draws, so that it can draw the same numbers again.
         self.random = [(device, rng_state(device)) for device in self.step.drawn_on]
 
     def forward_ended(self) -> None:
-        """Record the versions of the tensors that the forward pass read."""
+        """Record the versions of all tensors that the forward pass read."""
         self.versions = self._versions()
 
     def retained(self) -> None:
-        """Warn once if the budget has no room for what a backward pass does not free."""
+        """Warn once if the budget has no room for the retained graph."""
         budget = self.record.budget_bytes
-        # The pass only frees its own references; the kept graph still holds its tensors.
+        # The pass frees only its own references: the retained graph keeps all tensors meanwhile.
         need = self.step.plan.peak_bytes + self.step.waiting_bytes[0]
         if need > budget:
             text = keeps_graph(self.model, need, budget)
@@ -77,11 +78,11 @@ class PlainStep:
     ) -> Gradients:
         """Return differentiable gradients of `wanted`, given those of the outputs.
 
-        Raises ReplayError if the forward pass would now read something else.
+        Raises ReplayError if the forward pass would read other values than before.
         Raises PlanError with `strict`.
         """
-        asked = torch.is_grad_enabled()
-        if asked or not self.step.unplanned(arrived):
+        create_graph = torch.is_grad_enabled()
+        if create_graph or not self.step.unplanned(arrived):
             what = "gradients of gradients are"
             why = (
                 "a backward pass is differentiated itself or runs for several gradients at a time "
@@ -94,12 +95,12 @@ class PlainStep:
                 f"{what} requested, and only that of the loss was planned, as the model returns "
                 "it; later steps are planned for what was requested"
             )
-        # Before anything runs, check that its inputs are unchanged, and whether to warn or raise.
+        # Before anything runs: are the values unchanged, and is the unplanned step allowed?
         self._check(what)
         _without_plan(self.model, self.record, self.step.plan.baseline_peak_bytes, why)
         with torch.enable_grad():
-            # New tensors, as one of these may have been computed from another.
-            # One may have been frozen since the forward pass.
+            # Views, as one of these tensors may have been computed from another.
+            # A parameter may have been frozen since the forward pass.
             own = {
                 id(tensor): tensor.view_as(tensor)
                 if tensor.requires_grad
@@ -116,21 +117,21 @@ class PlainStep:
             return [None for _ in wanted]
         ends, gradients = zip(*pairs, strict=True)
         inputs = [own[id(tensor)] for tensor in wanted]
-        settings = {"create_graph": asked, "allow_unused": True}
+        settings = {"create_graph": create_graph, "allow_unused": True}
         return list(torch.autograd.grad(ends, inputs, gradients, **settings))
 
     def _outputs(self, own: dict[int, torch.Tensor]) -> list[torch.Tensor]:
         """Run the model's own forward pass; return the outputs that have gradients."""
         captured = self.step.captured
         inputs = [own.get(id(param), param) for param in self.parameters]
-        # It writes to its buffers a second time, so pass clones.
+        # Copies, as the forward pass may write to its buffers a second time.
         inputs += [buffer.clone() for buffer in self.buffers]
         names = [f"model.{name}" for name, _ in (*captured.parameters, *captured.buffers)]
         args, kwargs = tree_map_only(
             torch.Tensor, lambda leaf: own.get(id(leaf), leaf), self.arguments
         )
         model = _OwnForward(inner_model(self.model))
-        # `functional_call` swaps parameters in the modules, which other threads must not see.
+        # `functional_call` swaps parameters in the modules, where other threads would see them.
         with self.record.lock, self._as_then():
             returned = functional_call(model, dict(zip(names, inputs, strict=True)), args, kwargs)
         outputs = tensors(flatten_outputs(returned, self.model)[0])
@@ -139,7 +140,7 @@ class PlainStep:
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:
-        """Restore autocast and random state of the forward pass, and disable transforms."""
+        """Restore autocast and RNG states of the forward pass, and disable functorch transforms."""
         casts: dict[Any, Any] = dict(self.kind.casts)  # type: ignore[arg-type]
         with ExitStack() as stack:
             stack.enter_context(restore_rng_state() if self.random else nullcontext())
@@ -152,18 +153,18 @@ class PlainStep:
             stack.enter_context(temporarily_clear_interpreter_stack())
             yield
 
-    def _check(self, asked: str) -> None:
-        """Raise if the forward pass would now read something else; asked : what it runs for."""
+    def _check(self, what: str) -> None:
+        """Raise if the forward pass would read other values now; `what` it runs for."""
         if self.step.overwritten:
             raise ReplayError(
-                f"{asked} requested, but the forward pass writes over "
+                f"{what} requested, but the forward pass writes over "
                 f"{', '.join(self.step.overwritten[:3])}, which it reads: a second run would "
                 "compute something else. Plan with backend='modules', or call the model as it was "
                 "before planning for these."
             )
         if self._versions() != self.versions:
             raise ReplayError(
-                f"{asked} requested, but a parameter, buffer or input was changed in place since "
+                f"{what} requested, but a parameter, buffer or input was changed in place since "
                 "the forward pass. Change it after backward."
             )
         now = self.record.guards.signature_of(self.model, self.arguments, loosely=True)
@@ -171,7 +172,7 @@ class PlainStep:
         if not self.kind.settings_hold_for(now):
             paths = [path for path, _ in self.model.named_modules()]
             raise ReplayError(
-                f"{asked} requested, but the model is not as it was in the forward pass: "
+                f"{what} requested, but the model is not as it was in the forward pass: "
                 f"{'; '.join(now.unlike(self.kind, paths))}. Change it after backward."
             )
 
@@ -181,7 +182,7 @@ class PlainStep:
 
 
 class _OwnForward(torch.nn.Module):
-    """A model without the hooks around its forward, which ran in the first forward pass."""
+    """A model without its forward hooks, which already ran in the first forward pass."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
@@ -192,7 +193,7 @@ class _OwnForward(torch.nn.Module):
 
 
 def without_plan(model: torch.nn.Module, record: Any, where: str) -> None:
-    """Warn that the model's own forward runs, because the caller's context needs it.
+    """Warn that the model's own forward runs, because the caller inspects it.
 
     where : e.g. "inside torch.func or forward-mode AD"
     """

@@ -1,8 +1,8 @@
-"""Instructions: each carries out one action of a plan on the held tensors.
+"""Instructions: functions that carry out one action of a plan on the step's memory.
 
-Everything that can be computed in advance is: which arguments are tensors, their views, which
-results are kept. The step only fills in arguments and calls. The instructions check the layouts of
-results; `Row` generates the code that runs once these are known.
+All that is known in advance is prepared: which arguments are tensors, how each views its storage,
+which results are kept. The step only fills in arguments and calls. Instructions check the layout of
+their results; `Row` generates the code that runs once these layouts are known.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Instruction = Callable[["Memory"], None]
 
 
 class UpdateOps(Protocol):
-    """Runs ops of a plan's graph that are not recorded calls.
+    """Ops of a plan's graph that are not recorded calls, and their implementation.
 
-    storages : the number of storages, including those of the recording
-    fetched : storages that such an op makes, instead of the caller passing them
+    storages : number of storages, those of the recording included
+    fetched : the caller's storages that such an op makes on the device instead
     used_gradients : names of parameters whose gradients are used inside the step, and not returned
     """
 
@@ -38,38 +38,39 @@ class UpdateOps(Protocol):
     used_gradients: frozenset[str]
 
     def begin(self) -> None:
-        """Begin a forward pass; raise if it would compute wrong results."""
+        """Begin a forward pass; raises if it would compute wrong values."""
 
     def end(self) -> None:
-        """End a backward pass; from now on the caller reads what was written."""
+        """End a backward pass; from now on the caller may read what was written."""
 
     def copied(self, op: str) -> tuple[int, ...] | None:
         """Return the storages that an op starts to copy; None for a call."""
 
     def instruction(self, op: str, load: Callable[[View], ViewLoad]) -> Instruction:
-        """Return the instruction of an op; `load` makes a ViewLoad for a view."""
+        """Return the instruction of an op; `load` makes the loader of a view."""
 
 
 class Memory:
-    """What is held between instructions.
+    """State of a step between instructions.
 
     held : per storage, a tensor that holds it; None if it is not on the device.
-    rng_states : per call that will be rerun, the state of the random number generator before it
-    buffers : of storages on the host; None if the plan moves none.
-    layouts : where a trial records results whose layout differs from the trace; None raises
-    instead. consumed : whether a backward pass has begun to consume it
+    rng_states : state of the random number generator before a call that will run again, per call
+    buffers : host buffers of offloaded storages; None if the plan offloads none.
+    layouts : dictionary in which a trial records results with another layout than traced; None to
+        raise instead.
+    consumed : whether a backward pass has begun that frees this memory
     pending_copies : per storage that is being copied to the host or back, a function that waits
-    left_out : positions of gradients that are None in this step, as their outputs have none
+    left_out : indices of gradients that are None in this step, as no output they depend on has one
     plain, wanted : the step without the plan (`PlainStep` of higher_derivatives.py, or None), and
-        the tensors whose gradients it has
-    used : leaves that show what a backward pass is for, if gradients are used inside the step: a
-        dummy leaf, which stands for all of them, and the parameters
-    passes : per graph task of autograd that does not consume this: its own memory, or all
+        the tensors whose gradients it returns
+    used : if gradients are used inside the step, leaves that show which gradients a backward pass
+        computes: an extra leaf, which stands for all of them, and the parameters
+    passes : per graph task of autograd that keeps this memory: a copy of the memory, or all
         gradients.
 
-    However it ends - after the backward pass, by an exception, or as a forward pass without a
-    backward pass - ops wait for pending copies before its storages are freed, and `buffers` go to
-    `free_buffers`, for the next step.
+    However the step ends - after the backward pass, with an exception, or as a forward pass without
+    a backward pass - ops wait for the copies in flight before its storages are freed, and `buffers`
+    go to `free_buffers`, for the next step.
     """
 
     def __init__(
@@ -88,11 +89,11 @@ class Memory:
         self.passes: dict[int, Any] = {}
 
     def for_one_pass(self, overwritten: Iterable[int]) -> Memory:
-        """Return memory for a backward pass that leaves this one unchanged.
+        """Return a copy for a backward pass after which this memory is still valid.
 
         overwritten : storages that a backward pass overwrites
         """
-        # With its own list of free buffers: copies of pinned memory are freed when the pass ends.
+        # With a separate list of free buffers: copies of pinned memory are freed after the pass.
         other = Memory(0, None if self.buffers is None else self.buffers.copied(), [])
         other.held, other.layouts = [*self.held], self.layouts
         for storage in overwritten:
@@ -104,19 +105,19 @@ class Memory:
         return other
 
     def gradient(self, place: int, load: ViewLoad | None) -> torch.Tensor | None:
-        """Return the gradient at a position; None if there is none in this step."""
+        """Return the gradient at an index; None if there is none in this step."""
         return None if load is None or place in self.left_out else load(self.held)
 
     def clear(self) -> None:
         """Free everything."""
-        # First, as storages and buffers may be reused while a pending copy still uses them.
+        # First: storages and buffers are reused, and a copy in flight would still use them.
         while self.pending_copies:
             self.pending_copies.popitem()[1]()
         buffers, self.buffers = self.buffers, None
         if buffers is not None:
             buffers.forget()
             self._free_buffers.append(buffers)
-        # In place: a frame kept by an exception has the same list.
+        # In place: a frame kept alive by an exception holds the same list.
         self.held.clear()
         self.rng_states.clear()
         self.plain, self.wanted, self.used = None, (), ()
@@ -126,7 +127,7 @@ class Memory:
 
 
 class FreeStorage:
-    """The instruction that frees a storage; a class, so that `written` recognizes it."""
+    """Instruction that frees a storage; a class, so that `written` recognizes it."""
 
     __slots__ = ("storage",)
 
@@ -138,7 +139,7 @@ class FreeStorage:
 
 
 def free_rng_state(number: int) -> Instruction:
-    """Return the instruction that frees the random state for reruns of a call."""
+    """Return the instruction that frees the RNG state from which a call was run again."""
 
     def free(memory: Memory) -> None:
         del memory.rng_states[number]
@@ -160,7 +161,7 @@ def offload(storage: int, host_copy: int) -> Instruction:
 
 
 def prefetch(storage: int, host_copy: int, form: View) -> Instruction:
-    """Return the instruction that allocates a storage again and starts copying into it."""
+    """Return the instruction that allocates a storage and starts copying into it."""
 
     def start(memory: Memory) -> None:
         assert memory.buffers is not None
@@ -171,7 +172,7 @@ def prefetch(storage: int, host_copy: int, form: View) -> Instruction:
 
 
 def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
-    """Return the instruction that waits for a storage's copy, and may free the storage."""
+    """Return the instruction that waits for the copy of a storage, and frees it with `free`."""
 
     def wait(memory: Memory) -> None:
         memory.pending_copies.pop(storage, no_wait)()
@@ -182,11 +183,12 @@ def wait_for_copy(storage: int, *, free: bool = False) -> Instruction:
 
 
 class ViewLoad:
-    """Makes a view of a held tensor.
+    """Loads a view of a held storage.
 
-    form : the held tensor's View of the same storage in the trace. In a step its offset may differ:
-        e.g. of a parameter that has become a part of a vector.
-    skipped : offset of the view from that tensor, in elements
+    form : the held tensor's own view of that storage when it was traced. In a step it may have
+        another offset: a parameter that has become part of a flat vector.
+
+    skipped : number of elements by which the view begins after that tensor
     """
 
     __slots__ = ("other_type", "skipped", "unchanged", "view")
@@ -201,7 +203,7 @@ class ViewLoad:
         view, base = self.view, held[self.view.storage]
         if self.unchanged:
             return base
-        # `as_strided` cannot change the dtype; `set_` can, and counts in elements of the new one.
+        # `as_strided` cannot change the dtype; `set_` can, and counts elements of the new one.
         if self.other_type:
             begin = base.storage_offset() * base.itemsize // view.dtype.itemsize + self.skipped
             empty = torch.empty(0, dtype=view.dtype, device=base.device)
@@ -210,14 +212,14 @@ class ViewLoad:
 
 
 class RunCall:
-    """The instruction that runs a call, and ensures that its results are laid out as traced.
+    """Instruction that runs a call, and checks that its results have the traced layout.
 
-    results : position among the flat results, View, and whether to hold it
-    reruns : it has run before
-    replayed : it draws random numbers of `device`, and the plan runs it more than once
+    results : index in the flat results, View, and whether the result is to be held
+    reruns : whether it has run before
+    replayed : whether it draws random numbers on `device`, and the plan runs it more than once
     """
 
-    # A deep net has tens of thousands of them.
+    # A deep net has tens of thousands of these instructions.
     __slots__ = (
         "arguments", "call", "device", "number", "replayed", "reruns", "results", "target",
     )  # fmt: skip
@@ -238,7 +240,7 @@ class RunCall:
         trains = call.target is LAYER and call.outputs[-1] is not None
         self.target: Callable[..., Any] = in_training(LAYER) if trains else call.target
         without = statistics(call) if reruns else ()
-        # Flat, with a ViewLoad in the place of each tensor.
+        # Flat, with a ViewLoad in place of each tensor.
         self.arguments = [
             None
             if place in without
@@ -252,7 +254,7 @@ class RunCall:
         held = memory.held
         flat = [arg(held) if isinstance(arg, ViewLoad) else arg for arg in self.arguments]
         args, kwargs = tree_unflatten(flat, self.call.spec)
-        # Otherwise it would hold arguments that the call may be the last to need.
+        # Otherwise it would keep tensors alive that the call may be the last to need.
         del flat
         now = rng_state(self.device) if self.replayed else None
         if now is not None and self.reruns:
@@ -261,7 +263,7 @@ class RunCall:
             memory.rng_states[self.number] = now
         result = self.target(*args, **kwargs)
         if now is not None and self.reruns:
-            # Restored, so that later draws are those of a step without reruns.
+            # Restored: later draws must equal those of a step that recomputes nothing.
             set_rng_state(self.device, now)
         leaves = tree_leaves(result) if self.results else ()
         for place, view, fresh in self.results:
@@ -280,13 +282,13 @@ def _as_traced(
     flat: Sequence[Any],
     layouts: Layouts | None,
 ) -> torch.Tensor:
-    """Record the layout of a kernel's result, and return it in the traced layout; or raise."""
+    """Record the layouts of a kernel's results, and return this one as traced; or raise."""
     if layouts is not None and tensor is not None:
         layouts[layout_key(call.target, call.flat)] = tuple(
             form_of(value, -1) if isinstance(value, torch.Tensor) else None for value in flat
         )
         if tensor.size() == view.size:
-            # In the traced layout, so that a trial continues and sees later kernels' layouts too.
+            # In the traced layout, so that a trial continues and sees layouts of later kernels too.
             copy = torch.empty_strided(
                 view.size, view.stride, dtype=view.dtype, device=tensor.device
             )
@@ -308,7 +310,7 @@ PART = 100
 
 
 class Names:
-    """The globals of a program's generated functions, most of them shared by many."""
+    """The globals of a program's generated functions, most of which use the same ones."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {
@@ -318,7 +320,7 @@ class Names:
             "set_rng_state": set_rng_state,
         }
         self._known: dict[int, str] = {}
-        # Guards new names: two threads may generate code at a time.
+        # Held while names are assigned: two threads may generate code concurrently.
         self.lock = Lock()
 
     def name(self, letter: str, value: Any) -> str:
@@ -334,19 +336,18 @@ class Names:
 class Row:
     """A sequence of instructions.
 
-    Small kernels take a microsecond. A loop over instructions that each fill in arguments, call and
-    check results takes several times that. So instructions run one by one, with checks, only the
-    first time. Once results have the traced layouts, they always have: the forms of all arguments
-    are the same in each step. From then on the row runs as a function of assignments,
-
+    Kernels on little data take a microsecond. A loop over instructions that each fill in arguments,
+    call and check the results takes several times that. So instructions run one by one, checked,
+    only the first time. If the results have the traced layouts then, they always will: the forms of
+    all arguments are the same in each step. From then on the row runs as a generated function of
+    assignments,
 
         h[7] = f2(h[4], view(h[1], c3, c4))
         h[4] = None
 
+    where `h` is `Memory.held`, `f2` an overload of an op and the rest are constants.
 
-    where `h` is the held tensors, `f2` an overload of an op and the rest are constants.
-
-    is_checked : whether results had the traced layouts, so that generated code runs from then on
+    is_checked : whether all results had their traced layouts: from then on generated code runs
     """
 
     __slots__ = ("_state", "is_checked", "names")
@@ -354,28 +355,29 @@ class Row:
     def __init__(self, instructions: list[Instruction], names: Names) -> None:
         self.names = names
         self.is_checked = False
-        # Generated functions, and the remaining instructions: replaced atomically, for threads.
+        # Generated functions, and the instructions after them: replaced together, as two threads
+        # may run this.
         self._state: tuple[tuple[Function, ...], list[Instruction]] = (), instructions
 
     @property
     def instructions(self) -> list[Instruction]:
-        """Those without generated code so far."""
+        """Instructions for which no code is generated yet."""
         return self._state[1]
 
     def run(self, memory: Memory) -> None:
-        """Run all of it on the held tensors."""
+        """Run all instructions."""
         functions, left = self._state
         for function in functions:
             function(memory)
         if not self.is_checked:
             for instruction in left:
                 instruction(memory)
-            # Results whose layout was corrected need that again.
+            # Results whose layouts were corrected need that in the next run as well.
             self.is_checked = not memory.layouts
             return
         while left:
             function = written(left[:PART], self.names)
-            # Drop instructions with generated code: in a deep net they would double the memory.
+            # Instructions are dropped: those of a deep net take as much memory as the functions.
             functions, left = (*functions, function), left[PART:]
             self._state = functions, left
             function(memory)
@@ -406,7 +408,7 @@ class _Writer:
         self.name = names.name
 
     def call(self, instruction: RunCall) -> None:
-        # For an overload, what its own __call__ calls.
+        # For an overload, what its `__call__` calls.
         target = instruction.target
         target = target._op if isinstance(target, OpOverload) else target
         args, kwargs = tree_unflatten(instruction.arguments, instruction.call.spec)
@@ -424,7 +426,7 @@ class _Writer:
             self.lines += [f"set_rng_state({device}, now)", "now = None"]
 
     def results(self, call: str, returns: str, instruction: RunCall) -> None:
-        """Generate a call, and the assignments of its held results."""
+        """Write a call, and the assignments of those results that are held."""
         kept = [(place, view.storage) for place, view, fresh in instruction.results if fresh]
         if not kept:
             self.lines.append(call)
@@ -433,13 +435,13 @@ class _Writer:
         else:
             self.lines.append(f"r = {call}" if returns == "several" else f"r = leaves({call})")
             self.lines += [f"h[{storage}] = r[{place}]" for place, storage in kept]
-            # Otherwise this local would hold the results beyond the action that frees them.
+            # Otherwise this local would keep the results alive beyond the action that frees them.
             self.lines.append("r = None")
 
     def argument(self, value: Any) -> str:
         if isinstance(value, ViewLoad):
             return self.load(value)
-        # Small enough as literals; the text of other values may not evaluate to them.
+        # Written as literals; the `repr` of other values may not evaluate to the same value.
         if isinstance(value, bool | int | None):
             return repr(value)
         if isinstance(value, list | tuple) and any(isinstance(item, ViewLoad) for item in value):
@@ -454,7 +456,7 @@ class _Writer:
         if load.other_type:
             return f"{self.name('t', load)}(h)"
         form = f"{self.name('c', view.size)}, {self.name('c', view.stride)}"
-        # Without an offset it begins where the tensor does.
+        # Without an offset the view begins where the tensor does.
         begin = f", {base}.storage_offset() + {load.skipped}" if load.skipped else ""
         return f"view({base}, {form}{begin})"
 

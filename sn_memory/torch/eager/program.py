@@ -1,8 +1,8 @@
-"""A plan as a program: the recorded calls in the planned order, with the planned frees.
+"""A plan as a program: the recorded calls in planned order, with storages freed as planned.
 
 Checkpointing wrappers and graph partitioners decide what is saved and leave order and lifetimes to
-autograd. Here each action of the plan is one instruction: run a call (again), free a storage, move
-one to the host or back. Nothing else holds a tensor, so exactly what the plan says is live.
+autograd. Here each action of the plan is one instruction: run a call (again), free a storage, copy
+one to the host or back. Nothing else holds a tensor, so the live tensors are those of the plan.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .instructions import (
     wait_for_copy,
 )
 
-# A section costs as much as tens of small calls. So it ends after gradients of this many bytes, or,
-# in a small net, of this share of all. DistributedDataParallel sends at least a mebibyte.
+# A section costs as much as tens of small calls. So it ends once its gradients have this many
+# bytes or, in a small net, this part of all. DistributedDataParallel sends a mebibyte at least.
 GROUP_BYTES = 1 << 18
 GROUPS = 8
-# Numbers of gradients with their Views; None for those that are not planned.
+# Indices of gradients and their views; None for those that are not planned.
 Ready = list[tuple[int, View | None]]
 
 
@@ -49,8 +49,8 @@ Ready = list[tuple[int, View | None]]
 class Section:
     """A part of the backward pass that ends where gradients of parameters are ready.
 
-    ready : numbers of those gradients, their ViewLoads, and the storages that they then leave.
-        A gradient that no planned backward pass has, has no ViewLoad.
+    ready, loads, storages : indices of those gradients, their loaders (None for a gradient that is
+        not planned), and the storages that are released with them.
     """
 
     row: Row
@@ -62,15 +62,15 @@ class Section:
 class Program:
     """The instructions of a plan, before and after the loss.
 
-    Those after it are divided into sections. A gradient of a parameter is ready when no later
-    action reads or changes it or the parameter: its recipient may change both.
+    Those after it form sections. A gradient of a parameter is ready when no later action reads or
+    changes it or the parameter: the caller, who receives it, may change both.
 
     plan : for the graph of the traced step; accepted by `check_plan`
-    update_ops : runs ops of the graph that are not calls
-    part : whether the step is a part of a larger one: its outputs then belong to another part, and
+    update_ops : implementation of those ops of the graph that are not calls
+    part : whether the step is part of a larger one: its outputs then belong to another part, and
         are held here only as long as the plan says
 
-    Raises ReplayError for a plan that would move storages that the caller holds.
+    Raises ReplayError for a plan that would move tensors that the caller holds.
     """
 
     def __init__(
@@ -82,11 +82,11 @@ class Program:
             self.storages = update_ops.storages
         before, self.backward = builder.instructions()
         self.forward = Row(before, builder.names)
-        # Storages that the backward pass reads and that could be changed from outside in between.
+        # Storages that the backward pass reads and the caller could change in between.
         self.read_later = sorted(builder.read_later - builder.fetched)
-        # Results of the forward pass that the backward pass overwrites.
+        # Storages that the forward pass made and the backward pass overwrites.
         self.overwritten = sorted(builder.overwritten)
-        # Freed after the forward pass has returned its outputs; only for a part.
+        # Storages released once the forward pass has returned its outputs; only in parts.
         self.handed_over = builder.handed_over()
         self.forms = builder.forms
         self.results = [
@@ -96,21 +96,21 @@ class Program:
             None if gradient is None else builder.load(gradient)
             for _, gradient in captured.gradients
         ]
-        # The peak of a backward pass that adds to the gradients of another, which are not counted.
+        # The peak of a backward pass that accumulates gradients into earlier ones, uncounted.
         self.adding_peak_bytes = builder.adding_peak_bytes
-        # The number of gradients of parameters.
+        # How many of the gradients are those of parameters.
         self.leaves = builder.leaves
-        # All of the plan's, and, by number, those that are actually made.
+        # All host copies of the plan, and by index those that are made.
         self.host_copies = builder.host_copies
-        self.made_copies = {at: builder.host_copies[at] for at in sorted(builder.copies_made)}
+        self.made_copies = {i: builder.host_copies[i] for i in sorted(builder.copies_made)}
         self._engine = CopyEngine(main_device(captured)) if self.made_copies else None
         self._pinned_bytes = trace.graph.device.pinned_bytes
-        # Unused ones: one, unless several forward passes waited for their backward passes.
+        # Buffers not in use: one set, unless several forward passes waited for their backward.
         self.free_buffers = [self._new_buffers()] if self.made_copies else []
         self._memories: WeakSet[Memory] = WeakSet()
 
     def memory(self) -> Memory:
-        """Return empty memory to run in."""
+        """Return empty memory for a step."""
         buffers = None
         if self.made_copies:
             buffers = self.free_buffers.pop() if self.free_buffers else self._new_buffers()
@@ -129,7 +129,7 @@ class Program:
 
 
 class _Builder:
-    """Makes the instructions of a plan, following what is held at each action."""
+    """Builds the instructions of a plan while tracking which storages are held at each action."""
 
     def __init__(self, trace: Trace, plan: Plan, update_ops: UpdateOps | None, part: bool) -> None:
         self.named, self.captured = named, captured = trace.named, trace.captured
@@ -149,18 +149,18 @@ class _Builder:
         self.overwritten: set[int] = set()
         self.host_copies, self.copy_at = _host_copies(named, captured, plan)
         self.loss = plan.actions.index(("run", LOSS, 0))
-        # With all host copies made.
+        # If all host copies are made.
         self.live = np.array(live_bytes(named.graph, plan.actions), dtype=np.int64)
         self.copies_made = set(range(len(self.host_copies)))
         self.copies_made -= unneeded(self.host_copies, self.live, plan.peak_bytes)
-        # Parameters come first among the gradients, by the same names; the rest are of inputs.
+        # Gradients of parameters come first, under the same names; the rest belong to inputs.
         names = {name for name, _ in captured.gradients}
         self.trained = {name: view.storage for name, view in captured.parameters if name in names}
         self.leaves = len(self.trained)
-        # Calls that autograd makes: they add a gradient to an existing one.
+        # Calls that autograd performs: they accumulate a gradient into an earlier one.
         self.sums = set(captured.summed.values())
         self.ready_at = self.gradients_ready()
-        # Storages on the host, and those being copied that no instruction has waited for.
+        # Storages on the host, and those being copied for which no instruction waits yet.
         self.away: set[int] = set()
         self.pending: set[int] = set()
         for view in (
@@ -176,19 +176,19 @@ class _Builder:
         before: list[Instruction] = []
         current = before
         sections: list[Section] = []
-        # Also held by the caller: must not be moved, and may be changed meanwhile.
+        # What the caller holds as well: it must not be moved, and may be changed meanwhile.
         outside = {view.storage for view in self.captured.output_gradients}
         outside |= self.captured.returned
         changeable = outside | set(self.captured.recording.roles)
-        # Gradients that autograd adds next: they are freed with their section, not before.
+        # Gradients about to be summed: they are released with their section, not before.
         summed: set[int] = set()
         waiting: set[int] = set()
-        # Whether only storages were freed since the loss: in a part, its outputs.
+        # Whether storages were only freed since the loss: in a part, those that it returns.
         at_end = False
         for at, (kind, target, _) in enumerate(self.plan.actions):
             at_end &= kind == "free"
             if kind == "run" and target == LOSS:
-                # From here on, instructions belong to sections of the backward pass.
+                # From here on instructions belong to the backward pass, and go into its sections.
                 current = []
                 at_end = True
                 waiting = self.held - set(self.captured.recording.roles)
@@ -197,14 +197,14 @@ class _Builder:
             copied = self.copied(target) if kind == "run" else None
             if target in self.named.random_states:
                 drawn = self.named.random_states[target]
-                # A random op stores its state itself; one without reruns stores none.
+                # The op that draws stores its RNG state itself; one that never reruns stores none.
                 if kind == "free" and drawn in self.drawn_again:
                     current.append(free_rng_state(drawn))
             elif copied is not None:
                 current += self.update_op(target, copied)
             elif kind == "run" and self.named.call_of[target] in self.sums:
                 summed |= set(self.calls[self.named.call_of[target]].reads)
-            # Autograd frees it after adding it.
+            # Autograd frees it after accumulating it.
             elif kind == "free" and self.named.storage_of[target] in summed:
                 pass
             elif kind == "run":
@@ -231,8 +231,8 @@ class _Builder:
                 sections.append(self.section(current, self.ready_at[at]))
                 current = []
         current += self.waits(set(self.pending))
-        # Gradients that no action of the backward pass touches (views of inputs), or that are not
-        # planned.
+        # Gradients that no action of the backward pass touches (views of output gradients), or
+        # that are not planned.
         rest = self.ready_at.get(-1, [])
         if rest or not sections:
             sections.append(self.section(current, rest))
@@ -241,7 +241,7 @@ class _Builder:
         return before, sections
 
     def handed_over(self) -> list[int]:
-        """Return what a part frees after its forward pass: freed outputs, and unread inputs."""
+        """Return the storages a part releases after its forward: freed outputs, unread inputs."""
         if not self.part:
             return []
         own = {view.storage for _, view in (*self.captured.parameters, *self.captured.buffers)}
@@ -250,11 +250,11 @@ class _Builder:
         return [*self.freed_outputs, *sorted(inputs - self.read_later - loaded)]
 
     def load(self, view: View) -> ViewLoad:
-        """Return the ViewLoad of a view."""
+        """Return the loader of a view."""
         return ViewLoad(view, self.forms[view.storage])
 
     def copied(self, op: str) -> tuple[int, ...] | None:
-        """Return the storages that an op, if it is not a call, starts to copy; None for a call."""
+        """Return the storages that an op other than a call starts to copy; None for a call."""
         return None if self.update_ops is None else self.update_ops.copied(op)
 
     def reads(self, op: str) -> set[int]:
@@ -263,7 +263,7 @@ class _Builder:
         return {self.named.storage_of[value] for value in (*record.inputs, *record.writes)}
 
     def update_op(self, op: str, copied: tuple[int, ...]) -> list[Instruction]:
-        """Return the instructions of an op that is not a call."""
+        """Return the instructions of an op other than a call."""
         assert self.update_ops is not None
         row = [*self.waits(self.reads(op)), self.update_ops.instruction(op, self.load)]
         record = self.named.graph.ops[self.named.graph.op_index[op]]
@@ -279,7 +279,7 @@ class _Builder:
         return Section(Row(current, self.names), [place for place, _ in ready], loads, storages)
 
     def gradients_ready(self) -> dict[int, Ready]:
-        """Per action, the gradients of parameters that are ready after it; -1 for no action."""
+        """Per action, the parameter gradients that no later one needs; -1: no action at all."""
         # Per storage, the last action of the backward pass that needs it, and the last that reads
         # its values: for parameters only the second counts.
         last: dict[int, int] = {}
@@ -297,7 +297,7 @@ class _Builder:
             else:
                 last[self.named.storage_of[target]] = at
         ready: dict[int, Ready] = {}
-        # Those that are not planned are returned with the last section.
+        # Those that are not planned are reported with the last section.
         for place in self.captured.of_others:
             if place < self.leaves:
                 ready.setdefault(-1, []).append((place, None))
@@ -309,24 +309,24 @@ class _Builder:
         return self.in_groups(ready)
 
     def in_groups(self, ready: dict[int, Ready]) -> dict[int, Ready]:
-        """Make small gradients wait for those that are ready next, to end a common section.
+        """Group small gradients with those that are ready next, so that they end one section.
 
-        As far as they fit below the peak of a step that adds each to an existing one.
+        Only as far as they fit below the peak of a pass that accumulates into earlier gradients.
         """
         nbytes = self.captured.recording.nbytes
         ready_at = {
             view.storage: at for at in sorted(ready) if at >= 0 for _, view in ready[at] if view
         }
         gone = self.gone(ready_at)
-        # The live bytes if autograd adds each gradient to an existing one and frees it: the plan
-        # counts it to the end, unless it has the sum as an op.
+        # Live bytes if autograd accumulates each gradient into an earlier one, and frees it: the
+        # plan counts it to the end, unless the sum is an op of the plan.
         curve = self.live.copy()
         if not self.sums:
             for storage, at in gone.items():
                 curve[at + 1 :] -= nbytes[storage]
         peak = self.adding_peak_bytes = int(curve[self.loss :].max())
         if self.host_copies:
-            # Copies that fit below the peak are not made, and their storages stay on the device.
+            # Copies that the peak has room for are skipped, and their storages stay on the device.
             self.adding_peak_bytes = self.plan.peak_bytes
             return ready
         # A section for each small gradient would cost more than its ops.
@@ -337,19 +337,19 @@ class _Builder:
         for at, following in zip(ends, [*ends[1:], 0], strict=False):
             waiting += ready[at]
             held = {view.storage for _, view in waiting if view}
-            # The additional live bytes at each action until the next gradient is ready.
+            # Extra bytes held at each action until the next gradients are ready.
             wait = np.zeros(max(following - at, 0), dtype=np.int64)
-            for loaded in held:
-                wait[max(gone[loaded] - at, 0) :] += nbytes[loaded]
+            for storage in held:
+                wait[max(gone[storage] - at, 0) :] += nbytes[storage]
             many = sum(nbytes[storage] for storage in held) >= enough
             if at == ends[-1] or many or (curve[at + 1 : following + 1] + wait > peak).any():
                 grouped[at], waiting = waiting, []
         return grouped
 
     def gone(self, ready_at: dict[int, int]) -> dict[int, int]:
-        """Return the action after which each gradient is freed; ready_at : when it is ready.
+        """Return the action after which the storage of each gradient is free.
 
-        That is when autograd has it, or, if the plan adds it, when the plan frees it.
+        That is when it is returned (`ready_at`) or, if the plan sums it, when the plan frees it.
         """
         if not self.sums:
             return ready_at
@@ -361,7 +361,7 @@ class _Builder:
         return {storage: freed.get(storage, len(self.plan.actions)) for storage in ready_at}
 
     def waits(self, storages: set[int]) -> list[Instruction]:
-        """Wait for those of these storages that are being copied."""
+        """Return the instructions that wait for those of these storages that are being copied."""
         pending = sorted(storages & self.pending)
         self.pending.difference_update(pending)
         return [wait_for_copy(storage) for storage in pending]
@@ -373,13 +373,13 @@ class _Builder:
         for place, view in enumerate(call.outputs):
             if view is None:
                 continue
-            # A result that is live or on the host is made a second time and dropped immediately.
+            # A result that is already on the device or the host is dropped after the call.
             fresh = view.storage in call.makes and view.storage not in self.held | self.away
             if fresh:
                 self.held.add(view.storage)
                 self.forms[view.storage] = view
             results.append((place, view, fresh))
-        # Effects make and write no storages, and draw no random numbers.
+        # Calls for their effects alone make, write and draw nothing.
         touched = (*call.makes, *call.writes, 0)[0]
         return RunCall(
             call,
@@ -395,7 +395,7 @@ class _Builder:
         host_copy = self.copy_at.get(at)
         is_made = host_copy in self.copies_made
         if kind == "free":
-            # It stays on the device, because there is room for it.
+            # The copy is skipped, as there is room: the storage stays on the device.
             if host_copy is not None and not is_made:
                 return []
             self.held.discard(storage)
@@ -416,7 +416,7 @@ class _Builder:
 def _host_copies(
     named: GraphBinding, captured: Captured, plan: Plan
 ) -> tuple[list[HostCopy], dict[int, int]]:
-    """Return the host copies of a plan, and per action that is part of one, its number."""
+    """Return the host copies of a plan, and the index of the copy per action that is part of it."""
     copies: list[HostCopy] = []
     at: dict[int, int] = {}
     away: dict[int, int] = {}
@@ -427,7 +427,7 @@ def _host_copies(
         if kind == "offload":
             away[storage] = at[place] = len(copies)
             nbytes = captured.recording.nbytes[storage]
-            # Later actions tell where it is freed and comes back; it may never come back.
+            # Later actions say when it is freed and copied back; it may never come back.
             copies.append(HostCopy(storage, place, place, len(plan.actions), nbytes))
         elif kind == "free" and storage in away:
             at[place] = number = away[storage]

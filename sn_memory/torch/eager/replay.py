@@ -1,10 +1,11 @@
-"""The planned model as autograd nodes, whose forward and backward run a plan's instructions.
+"""Autograd nodes of a whole model, whose forward and backward run a plan's instructions.
 
-It is a chain of nodes, one for each section of the backward pass, which ends where gradients are
+There is a chain of nodes, one for each section of the backward pass, which ends where gradients are
 ready. The inputs of a node are the parameters whose gradients it computes, and a token that links
-to the next section. So gradients are accumulated one at a time as they are computed, as in torch,
-hooks on parameters (DistributedDataParallel, Horovod) fire in between, and `torch.autograd.grad`
-sees the parameters. A single node would hold all gradients in addition to those of earlier steps.
+it to the next section. So gradients are accumulated one at a time, as soon as they are computed, as
+in torch; hooks on parameters (DistributedDataParallel, Horovod) fire meanwhile, and
+`torch.autograd.grad` sees the parameters. A single node would hold all new gradients in addition to
+those of earlier steps.
 """
 
 from __future__ import annotations
@@ -35,53 +36,56 @@ from .program import Program, Section
 
 
 def reached(captured: Captured) -> tuple[int, ...]:
-    """Return, per gradient, the output gradients it is computed from: their positions, as bits.
+    """Return, per gradient, a bit mask of the output gradients it is computed from.
 
-    If a loss uses only some of the outputs, autograd leaves the other parameters without a
-    gradient, and an optimizer skips them. Zeros are different: moments are updated, weights decay.
+    If a loss uses only some of the outputs, autograd leaves the parameters of the others without a
+    gradient, and the optimizer skips them. Zeros would not be the same: moments are updated and
+    weights decay.
     """
-    of: dict[int, int] = {}
+    sources: dict[int, int] = {}
     for number, view in enumerate(captured.output_gradients):
-        of[view.storage] = of.get(view.storage, 0) | 1 << number
+        sources[view.storage] = sources.get(view.storage, 0) | 1 << number
     for call in captured.recording.calls[captured.boundary :]:
         bits = 0
         for storage in call.reads:
-            bits |= of.get(storage, 0)
+            bits |= sources.get(storage, 0)
         for storage in call.makes:
-            # A new storage replaces earlier origins; a write adds to them.
-            of[storage] = bits
+            # A new value replaces the earlier sources; a write adds to them.
+            sources[storage] = bits
         for storage in call.writes:
-            of[storage] = of.get(storage, 0) | bits
-    return tuple(0 if view is None else of.get(view.storage, 0) for _, view in captured.gradients)
+            sources[storage] = sources.get(storage, 0) | bits
+    return tuple(
+        0 if view is None else sources.get(view.storage, 0) for _, view in captured.gradients
+    )
 
 
 def left_out(reached: Sequence[int], arrived: Sequence[object]) -> frozenset[int]:
-    """Return the positions of gradients that only depend on outputs without a gradient."""
+    """Return the indices of gradients that depend only on outputs without a gradient."""
     if all(grad is not None for grad in arrived):
         return frozenset()
-    here = sum(1 << number for number, grad in enumerate(arrived) if grad is not None)
-    return frozenset(place for place, bits in enumerate(reached) if bits and not bits & here)
+    present = sum(1 << number for number, grad in enumerate(arrived) if grad is not None)
+    return frozenset(place for place, bits in enumerate(reached) if bits and not bits & present)
 
 
 def overwritten(captured: Captured) -> list[str]:
-    """Return the names of parameters and buffers that a forward pass reads, and overwrites.
+    """Return the names of parameters and buffers that a forward pass both reads and overwrites.
 
-    A rerun would compute something else. Statistics of a batch norm in training, and counts, are
-    only read to update themselves.
+    Run once more, it would compute something else. Running statistics of a training batch norm, and
+    counters, are excluded: they are read only to update themselves.
     """
     calls = captured.recording.calls[: captured.boundary]
     written = {storage for call in calls for storage in call.writes}
     named = (*captured.parameters, *captured.buffers)
-    # Per storage, the overwritten parameters and buffers that it was computed from.
-    of = {view.storage: {name} for name, view in named if view.storage in written}
+    # Per storage, the names of overwritten tensors that it was computed from.
+    sources = {view.storage: {name} for name, view in named if view.storage in written}
     for call in calls:
         own = statistics(call)
         reads = [arg for place, arg in enumerate(call.flat) if place not in own]
         read = {read.storage for read in reads if isinstance(read, View)}
-        names = set[str]().union(*(of.get(storage, ()) for storage in read))
+        names = set[str]().union(*(sources.get(storage, ()) for storage in read))
         for storage in (*call.makes, *call.writes):
-            of[storage] = of.get(storage, set()) | names
-    return sorted(set[str]().union(*(of.get(storage, ()) for storage in captured.returned)))
+            sources[storage] = sources.get(storage, set()) | names
+    return sorted(set[str]().union(*(sources.get(storage, ()) for storage in captured.returned)))
 
 
 Gradients = list[torch.Tensor | None]
@@ -89,7 +93,7 @@ _NUMBERS = count(1)
 
 
 class Replay(Step):
-    """Runs the program of a traced step and a plan on the tensors of a model; see Program."""
+    """Runs the program of a traced step and its plan on the tensors of a model; see Program."""
 
     backend = "graph"
     hidden_from_hooks = "do not see what its plan keeps for the backward pass within the budget"
@@ -103,19 +107,19 @@ class Replay(Step):
         self.captured = captured = trace.captured
         self.program = Program(trace, plan, update_ops, part=part)
         self.device = main_device(captured)
-        # Constants, which the trace holds.
+        # Constants, which only the trace holds.
         self.known = list(captured.recording.constants.values())
         # The optimizer's state.
         self.resident_bytes = trace.resident_bytes
         self.counts_gradients = bool(captured.earlier)
         self.reads, self.looked = captured.reads, captured.looked
-        # The peak of a backward pass that adds its gradients to those of another.
+        # The peak of a backward pass that accumulates gradients into earlier ones.
         self.adding_peak_bytes = self.program.adding_peak_bytes
-        # Per output that is a tensor, whether it may get a gradient.
+        # Per output that is a tensor, whether it may receive a gradient.
         pairs = zip(captured.differentiable, captured.outputs, strict=True)
         self.differentiable = [takes for takes, out in pairs if isinstance(out, View)]
         self.reached = reached(captured)
-        # Per input that requires a gradient, how many are returned; see `separate_sums`.
+        # Per input that takes a gradient, how many are returned; see `separate_sums`.
         leaves = self.program.leaves
         self.times = [*Counter(name for name, _ in captured.gradients[leaves:]).values()]
         self._views = [view for _, view in (*captured.parameters, *captured.buffers)]
@@ -127,7 +131,7 @@ class Replay(Step):
             and (update_ops is None or view.storage not in update_ops.fetched)
         ]
         forms = set(self._views)
-        # `_alike` does not check whether tensors that share a storage still do.
+        # `_alike` cannot tell whether tensors that shared a storage still do.
         self._each_its_own_storage = len({view.storage for view in forms}) == len(forms)
         # Whether gradients of parameters are used inside the step.
         self.inside = update_ops is not None and bool(update_ops.used_gradients)
@@ -136,9 +140,9 @@ class Replay(Step):
             place for place, (name, _) in enumerate(captured.gradients[:leaves]) if name in used
         ]
         self.update_ops = update_ops
-        # Unique among the steps of this process.
+        # Unique in this process.
         self.number = next(_NUMBERS)
-        # Whether a step gets tensors like those of the previous one.
+        # Tells whether a step's inputs have the forms of the previous step's.
         self._inputs_as_planned: Callable[[Sequence[torch.Tensor]], bool] | None = None
 
     @property
@@ -146,9 +150,9 @@ class Replay(Step):
         return [buffer.block for buffer in self.program.free_buffers]
 
     def in_pool(self, *, begins: bool = False) -> AbstractContextManager[Any]:
-        """Return the context in which this thread allocates what the plan counts.
+        """Return a context in which this thread allocates from the memory pool of the plan.
 
-        begins : whether a step begins; its later parts run in the backward pass
+        begins : whether a step begins, whose later parts run in the backward pass
         """
         if self.pool is None or self.plan.reserved_peak_bytes is None:
             return _NOTHING
@@ -164,7 +168,7 @@ class Replay(Step):
 
     @cached_property
     def drawn_on(self) -> list[torch.device]:
-        """Devices whose generators the forward pass draws from."""
+        """Devices on which the forward pass draws random numbers."""
         place = self.captured.recording.device
         calls = [call for call in self.captured.recording.calls if call.random]
         return [*{place[make]: None for call in calls for make in (*call.makes, *call.writes)}]
@@ -174,11 +178,11 @@ class Replay(Step):
         return overwritten(self.captured)
 
     def release(self) -> None:
-        # So the host holds only the blocks of one kind of input.
+        # So host memory holds the blocks of only one kind of input, however many there are.
         self.program.free_buffers.clear()
 
     def is_outdated(self, ends: Sequence[bool]) -> bool:
-        """Whether kernels use other layouts, or it lacks requested gradients."""
+        """Whether kernels use other layouts, or requested gradients are not planned."""
         own = self.captured.ends
         return bool(self.layouts) or (len(ends) == len(own) and any(map(gt, ends, own)))
 
@@ -191,7 +195,7 @@ class Replay(Step):
         inputs = tensors((args, kwargs))
         # As in `Captured.gradients`: parameters first, then inputs; each tensor once.
         wanted: list[torch.Tensor] = [param for param in parameters if param.requires_grad]
-        # Tensors other than parameters for which the last section has gradients.
+        # What the last section of the backward pass has gradients for, in addition to parameters.
         follow: list[torch.Tensor] = []
         if any(tensor.requires_grad for tensor in inputs):
             known = set(map(id, wanted))
@@ -203,31 +207,32 @@ class Replay(Step):
         memory = self.start([*parameters, *buffers, *inputs])
         memory.plain, memory.wanted = plain, wanted
         if self.inside:
-            # Autograd visits nodes whose gradients are requested; these leaves show which.
+            # Autograd only runs nodes that lead to a requested gradient; these show which do.
             memory.used = [
                 torch.empty(0, device=self.device, requires_grad=True),
                 *(wanted[place] for place in self.used_places),
             ]
             follow += memory.used
         sections = self.program.backward
-        # The last section first: each node takes the token of the next one in the backward pass.
+        # The last section first: each node takes the token of the section that runs after it.
         for at in range(len(sections) - 1, 0, -1):
             ready = [wanted[place] for place in sections[at].ready]
             follow = [_Section.apply(self, memory, at, *ready, *follow)]
         ready = [wanted[place] for place in sections[0].ready]
         results = iter(_Planned.apply(self, memory, *ready, *follow))
-        # Outputs that are not tensors are the same in each step: the trace's.
+        # Outputs that are not tensors are the same in each step: those of the trace.
         flat = [next(results) if isinstance(out, View) else out for out in self.captured.outputs]
-        # Only the joint graph of torch.compile has no form, and it is not replayed.
+        # Only a joint graph of torch.compile has no form, and it is not replayed.
         assert self.captured.output_form is not None
         return self.captured.output_form.filled(flat)
 
     def section(
         self, memory: Memory | Gradients, at: int, token: torch.Tensor | None
     ) -> list[torch.Tensor | None]:
-        """Run a section of the backward pass; return its gradients; the last also those of inputs.
+        """Run a section of the backward pass; return its gradients.
 
-        For any other section, the last item is the token's: the token that came, or a new one.
+        The last section also returns those of inputs. In any other, the last item is the gradient
+        of the token: the token received, or a new one.
         """
         section, is_last = self.program.backward[at], at == len(self.program.backward) - 1
         if isinstance(memory, Memory):
@@ -243,10 +248,10 @@ class Replay(Step):
         return gradients
 
     def unused(self, memory: Memory) -> frozenset[int]:
-        """Return the positions of gradients that must not be used inside of this backward pass.
+        """Return the indices of gradients that this backward pass must not use inside the step.
 
-        All of them if it only computes gradients of inputs, e.g. `torch.autograd.grad(loss, x)`.
-        Raises ReplayError if it is for only some of the parameters.
+        All of them if it computes gradients of inputs only, e.g. `torch.autograd.grad(loss, x)`.
+        Raises ReplayError if it computes gradients of some parameters only.
         """
         everything, *parameters = memory.used
         if _is_wanted(everything):
@@ -267,7 +272,7 @@ class Replay(Step):
                     memory.gradient(*pair)
                     for pair in zip(section.ready, section.loads, strict=True)
                 ]
-                # Nothing else holds them, so autograd takes them as `.grad` without a copy.
+                # With no other reference, autograd makes them `.grad` without a copy.
                 for storage in section.storages:
                     memory.held[storage] = None
                 if not is_last:
@@ -285,7 +290,7 @@ class Replay(Step):
     def for_this_pass(
         self, memory: Memory, arrived: Sequence[torch.Tensor | None]
     ) -> Memory | Gradients:
-        """Return the memory of a backward pass, or its gradients if no plan can compute them.
+        """Return the memory of a backward pass, or its gradients if a plan cannot compute them.
 
         If the graph is kept, e.g. by `retain_graph=True`, storages stay for another pass.
         """
@@ -315,7 +320,7 @@ class Replay(Step):
             used = memory.for_one_pass(self.program.overwritten)
         memory.consumed = not keeps
         if used is not memory:
-            # Later sections of this pass find it by the number of autograd's graph task.
+            # Later sections of this pass find it by the id of autograd's graph task.
             task = torch._C._current_graph_task_id()
             memory.passes[task] = used
             # Some of its sections may never run.
@@ -324,7 +329,7 @@ class Replay(Step):
         return used
 
     def unplanned(self, arrived: Sequence[torch.Tensor | None]) -> bool:
-        """Whether an output got a gradient at which no planned backward pass begins."""
+        """Whether an output has a gradient for which no backward pass was planned."""
         ends = self.captured.ends
         return any(grad is not None and not end for grad, end in zip(arrived, ends, strict=True))
 
@@ -337,7 +342,7 @@ class Replay(Step):
         if self._inputs_as_planned is None or not self._inputs_as_planned(inputs):
             self._check(inputs)
             if self._each_its_own_storage:
-                # From the next step on this takes a few microseconds, unlike `_check`.
+                # Takes a few microseconds in later steps; `_check` compares every tensor.
                 self._inputs_as_planned = _alike(inputs)
         held = memory.held
         for storage, at in self._held_inputs:
@@ -349,21 +354,21 @@ class Replay(Step):
     def _check(self, inputs: Sequence[torch.Tensor]) -> None:
         """Raise if an input has another form than planned.
 
-        The storage may be another one, with another offset, e.g. if parameters became views of one
-        vector. Tensors that shared one storage must still do so.
+        Storages and offsets may differ, e.g. of parameters that became views of one flat vector.
+        Tensors that shared a storage must still do so.
         """
         fetched = () if self.update_ops is None else self.update_ops.fetched
         first: dict[int, tuple[View, torch.Tensor]] = {}
         for view, tensor in zip(self._views, inputs, strict=True):
             if view.storage in fetched:
-                continue  # it is on the host, and checked when it is fetched
+                continue  # on the host: checked when it is fetched
             place = self.captured.recording.device[view.storage]
             got = tensor.size(), tensor.stride(), tensor.dtype, tensor.device
             if (*view.form, place) != got:
                 if tensor.is_meta:
                     raise ReplayError(
                         f"a parameter, buffer or input of size {tuple(tensor.size())} is on the "
-                        "meta device, so that its plan can be read and not run. Give the model "
+                        "meta device, so its plan can be read but not run. Give the model "
                         "memory (model.to_empty(device=...), then its weights), and plan it then."
                     )
                 move = "" if tensor.device == place else f"Move it to {place}, or plan"
@@ -373,11 +378,11 @@ class Replay(Step):
                     f"expects {view.size}, {view.stride}, {view.dtype} and {place}. "
                     f"{move or 'Plan'} the model as it is now."
                 )
-            other, others = first.setdefault(view.storage, (view, tensor))
+            other, other_tensor = first.setdefault(view.storage, (view, tensor))
             distance = view.offset * view.dtype.itemsize - other.offset * other.dtype.itemsize
-            if tensor is not others and (
-                tensor.untyped_storage()._cdata != others.untyped_storage()._cdata
-                or tensor.data_ptr() - others.data_ptr() != distance
+            if tensor is not other_tensor and (
+                tensor.untyped_storage()._cdata != other_tensor.untyped_storage()._cdata
+                or tensor.data_ptr() - other_tensor.data_ptr() != distance
             ):
                 raise ReplayError(
                     f"a parameter, buffer or input of size {view.size} no longer shares the "
@@ -397,16 +402,16 @@ class _Planned(torch.autograd.Function):
         try:
             with _as_recorded(replay.device), replay.in_pool(begins=True):
                 replay.program.forward.run(memory)
-                # Another tensor on the same storage: held tensors must not hold this node.
+                # Detached, as the memory must hold no tensors that refer to this node.
                 results = tuple(load(memory.held).detach() for load in replay.program.results)
                 for storage in replay.program.handed_over:
                     memory.held[storage] = None
         except BaseException:
-            # Immediately, as the exception, and this frame with it, may be held for long.
+            # Freed now: the exception, and with it this frame, may be kept alive for long.
             memory.clear()
             raise
         ctx.mark_non_differentiable(*compress(results, map(not_, replay.differentiable)))
-        # Zeros that autograd makes for outputs without a gradient would not be in the plan.
+        # No plan counts the zeros that autograd would make for outputs without a gradient.
         ctx.set_materialize_grads(False)
         ctx.replay, ctx.memory = replay, memory
         ctx.versions = _versions(replay.program, memory)
@@ -456,7 +461,7 @@ class _Planned(torch.autograd.Function):
 
 
 class _Section(torch.autograd.Function):
-    """A later section of the backward pass; its forward only returns the previous one's token."""
+    """A later section of the backward pass; its forward only makes a token for the one before."""
 
     @staticmethod
     def forward(
@@ -474,15 +479,15 @@ class _Section(torch.autograd.Function):
 
 
 def _is_wanted(leaf: torch.Tensor) -> bool:
-    """Whether the running backward pass computes the gradient of a leaf, among others."""
+    """Whether the current backward pass computes the gradient of a leaf."""
     try:
         return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-    except RuntimeError:  # torch.autograd.grad was called for it
+    except RuntimeError:  # it was requested by torch.autograd.grad
         return True
 
 
 def _versions(program: Program, memory: Memory) -> list[tuple[int, int]]:
-    """Versions and addresses of what a later pass reads."""
+    """Versions and addresses of tensors that the backward pass reads."""
     held = [memory.held[storage] for storage in program.read_later]
     return [memory_version(tensor) for tensor in held if tensor is not None]
 
@@ -490,9 +495,9 @@ def _versions(program: Program, memory: Memory) -> list[tuple[int, int]]:
 def _as_planned(
     view: View, output_gradient: torch.Tensor | None, device: torch.device
 ) -> torch.Tensor:
-    """Return a gradient in the traced layout; `sum` passes a single number, expanded.
+    """Return a gradient in the traced layout; that of `sum` is an expanded scalar, for example.
 
-    Zeros for an output that the loss does not use.
+    For an output that the loss does not use: zeros.
     """
     if output_gradient is not None and view.shows(output_gradient):
         return output_gradient
@@ -508,15 +513,15 @@ def _as_recorded(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _alike(inputs: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return a predicate: whether other tensors have the same forms and addresses."""
+    """Return a function that tells whether other tensors have the same forms and offsets."""
     forms, offsets = alike(inputs), [tensor.storage_offset() for tensor in inputs]
-    return lambda others: forms(others) and [one.storage_offset() for one in others] == offsets
+    return lambda others: forms(others) and [t.storage_offset() for t in others] == offsets
 
 
 def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:
-    """Bytes that a forward pass holds until its backward pass: all, and those of in- and outputs.
+    """Bytes held from a forward to its backward pass: in all, and of its inputs and outputs.
 
-    Storages on the host count as well: copies that fit below the peak of one pass are not made.
+    Offloaded storages count as well: copies that the peak of one pass has room for are skipped.
     """
     graph = named.graph
     size = dict(
@@ -524,7 +529,7 @@ def _waiting_bytes(named: GraphBinding, plan: Plan) -> tuple[int, int]:
     )
     inputs = {storage.name for storage in graph.storages if storage.role == "input"}
     held = inputs | ({STATE} & size.keys())
-    # The caller may hold these longer than the plan does.
+    # The caller may hold these for longer than the plan.
     callers = inputs | set(graph.ops[graph.op_index[LOSS]].inputs)
     away: set[str] = set()
     for kind, target, _ in plan.actions:

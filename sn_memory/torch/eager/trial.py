@@ -1,8 +1,8 @@
-"""A trial: run the planned step and the model's own once on the sample, and compare.
+"""A trial: the planned step and the model's own, each run once on the sample and compared.
 
-A plan is made from a run with fake tensors. Their rules may give results other layouts than the
-kernels; and a model may check whether its tensors are fake and take another branch. A trace cannot
-show either, one real step shows both. The model is left as it was.
+Plans are made from traces under fake tensors. The layouts of fake results may differ from those of
+kernels, and a model may check for fake tensors and take another branch. A trace shows neither, one
+real step shows both. The model is left unchanged.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..step import Step
 from ..target.accelerator import free_bytes, is_apart
 from ..trace.record import Layouts
 
-# Differences up to this come from sums in another order: some hundred rounding errors.
+# Differences up to here are explained by another order of summation: some hundred roundings.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-4, torch.bfloat16: 0.02, torch.float16: 0.01}
 
-# How many times more a planned step may differ than two runs of the model's own step. On CUDA two
-# steps in TF32 that add in any order differ as much by chance (ResNet-50: 6.1e-3 and 6.3e-3).
+# How many times the difference of two plain steps a planned step may differ. On CUDA two steps in
+# TF32 with nondeterministic sums differ as much by chance (ResNet-50: 6.1e-3 and 6.3e-3).
 NOISE = 4
 
-# How often a step is traced again with the observed layouts.
+# How often a step is retraced with layouts that kernels were observed to use.
 _ROUNDS = 8
 
 
@@ -44,17 +44,17 @@ T = TypeVar("T", bound=Step)
 
 @dataclass(frozen=True)
 class Trial:
-    """The result of a trial.
+    """Result of a trial.
 
     compared : whether the planned step was compared with the model's own
     different : outputs, gradients and buffers that were not bit-equal, with their differences; see
         `results.differences`.
     failure : why the plan must not be used; empty if it may be.
-    remark : further information: why nothing was compared, or what the difference is.
-    layouts : results whose layouts differ from the trace. The step has to be traced again, and
-        nothing else was compared.
-    plain_peak_bytes : the peak of the model's own step in the CPU's allocator; 0 if it was not
-        counted.
+    remark : other information: why nothing was compared, or what the difference is.
+    layouts : results that kernels lay out differently than traced. The step has to be traced again,
+        and nothing else was checked.
+    plain_peak_bytes : the peak that the model's own step took from the CPU's allocator; 0 if it was
+        not counted.
     """
 
     compared: bool
@@ -91,15 +91,15 @@ def tried(
     noted: Layouts = {}
     # Ranks that share parameters run the same steps.
     enough = not somewhere(model, not enough_memory(plain_bytes, device_of(model)))
-    # The planned step first: if kernels use other layouts, the model's own is not run.
+    # The planned step first: if kernels lay results out differently, the model's own is not run.
     try:
         with _noting(step, noted):
             got = measured_step(around(model, step.run), model, arguments, count=False)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, training would meet it
-        # Recorded layouts are sufficient reason to trace again. Otherwise find out whether the plan
-        # or the sample is at fault.
+    except Exception as error:  # noqa: BLE001 - any error would also occur in training
+        # Recorded layouts are reason enough to trace again. Otherwise: does the plan fail, or the
+        # sample?
         if enough and not noted:
             try:
                 measured_step(model, model, arguments, count=False)
@@ -111,7 +111,7 @@ def tried(
         return Trial(False, {}, layouts=noted)
     if not enough:
         return Trial(False, {}, remark="the model's own step may not fit into the memory there is")
-    # Needs a profiler, of which torch allows one at a time.
+    # Counted by a profiler, and torch allows one at a time.
     counted = counted and device_of(model).type == "cpu" and not is_profiled()
     try:
         expected = measured_step(model, model, arguments, count=counted, kernels=counted)
@@ -119,7 +119,7 @@ def tried(
         different = differences(expected.results, got.results)
         if not somewhere(model, bool(different)):
             return Trial(True, {}, plain_peak_bytes=plain_peak_bytes)
-        # Kernels that add in any order differ from themselves.
+        # Kernels that sum in nondeterministic order differ from run to run.
         second = differences(
             expected.results, measured_step(model, model, arguments, count=False).results
         )
@@ -150,7 +150,7 @@ def runs_on(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, 
 
 @contextmanager
 def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
-    """Put a model into its state after a first forward pass; restore it afterwards."""
+    """Put a model into the state after a first forward pass inside; restore it afterwards."""
     if not _has_memory(model, arguments):
         raise TraceError(
             "the forward pass sets attributes in its first run, which needs a model and a sample "
@@ -169,7 +169,7 @@ def after_first(model: torch.nn.Module, arguments: Any) -> Iterator[None]:
 
 
 class _Reads(TorchDispatchMode):
-    """Records where a value of a tensor is read."""
+    """Records where the forward pass reads a tensor's value."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class _Reads(TorchDispatchMode):
 
 
 def _reason(model: torch.nn.Module, arguments: Any) -> str:
-    """Return what may make a replay round differently, as far as it is visible."""
+    """Return what may make a replay round differently, if it is known."""
     args, kwargs = arguments
     with restore_step(model, arguments), torch.no_grad(), _Reads() as reads:
         model(*args, **kwargs)
@@ -199,10 +199,10 @@ def _reason(model: torch.nn.Module, arguments: Any) -> str:
 def until_laid_out(
     first: Layouts, planned_with: Callable[[Layouts], T], run: Callable[[T], None]
 ) -> tuple[T, Layouts]:
-    """Plan and run a step until its kernels use the traced layouts; return it, and the layouts.
+    """Plan and run a step until all kernels use the traced layouts; return it, and the layouts.
 
-    After a result with another layout, later ones may differ, too, so steps are planned and run
-    until there are no new layouts.
+    Results computed from one with another layout may have other layouts too, so steps are planned
+    and run until none is new.
     """
     seen = dict(first)
     step = planned_with(seen)
@@ -212,7 +212,7 @@ def until_laid_out(
             with _noting(step, new):
                 run(step)
         except ReplayError:
-            # A kernel may fail on the layout of its input; new layouts still allow another attempt.
+            # A kernel may fail on the traced layout of its input; that layout was recorded.
             if not new:
                 raise
         if not new.keys() - seen.keys():
@@ -238,7 +238,7 @@ def _judged(
         return Trial(True, {})
     worst = max(different, key=lambda name: different[name])
     says = f"{len(different)} results differ, at most {worst} by {different[worst]:.1e} of its size"
-    # Before checking dtypes, as chance can explain a difference of any size.
+    # Before tolerances of dtypes: nondeterminism explains a difference of any size.
     if NOISE * max(alone.values(), default=0.0) >= different[worst]:
         return Trial(True, different, remark=f"{says}, as two steps without the plan do")
     if different[worst] > max(ROUNDING.get(tensor.dtype, 0.0) for tensor in seen):
@@ -256,7 +256,7 @@ def is_real(held: Sequence[torch.Tensor]) -> bool:
 
 
 def enough_memory(nbytes: int, device: torch.device) -> bool:
-    """Whether a step of this peak fits into free memory; on a host twice, as a full one stalls."""
+    """Whether a step of this peak fits into free memory; twice on a host, as a full one stalls."""
     if is_apart(device):
         free = free_bytes(device)
         return free is not None and nbytes < free

@@ -1,1 +1,1 @@
-"""Host memory for a device: its buffers, and all copies to them and back."""
+"""Host memory used next to a device: its buffers, and all copies to and from them."""

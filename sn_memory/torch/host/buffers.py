@@ -1,4 +1,4 @@
-"""Storage of parameters and optimizer state on the host: in pinned memory, or in a file."""
+"""Storage for parameters and optimizer state off the device: pinned memory, or a file."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from ..target.accelerator import Lanes, Ticket, has_streams, lanes_for, resident
 from ..trace.op_seconds import transfer_speeds
 from .copies import CopyEngine, HostBuffer
 
-# torch rounds pinned memory up to a power of two, so it is allocated in slabs of this size.
+# torch rounds pinned allocations up to a power of two, so they are made in such sizes.
 _SLAB = 1 << 26
-# Like the device's own allocator.
+# The alignment of the device's own allocator.
 _ALIGNMENT = 512
 # Elements copied to measure the link; the most that `measured_device` uses.
 _PROBE = 1 << 24
 
 
 class StateBuffers(ABC):
-    """The host memory of parameters and optimizer state: a buffer for each tensor.
+    """Host memory for parameters and optimizer state: a buffer for each tensor.
 
-    device : where the ops run that use this state
-    where : a description, for messages
-    update : when this state is updated: `step` or `backward`
+    device : where ops on these tensors run
+    where : description of this memory, for messages
+    update : when these tensors are updated: `step` or `backward`
     """
 
     device: torch.device
@@ -51,19 +51,19 @@ class StateBuffers(ABC):
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """What is reserved."""
+        """Reserved bytes."""
 
     @abstractmethod
     def lanes(self) -> Lanes:
-        """Return the lanes of copies between here and the device."""
+        """Return the lanes that copy between this memory and the device."""
 
     @cached_property
     def engine(self) -> CopyEngine:
-        """The engine that starts these copies."""
+        """Engine that starts these copies."""
         return CopyEngine(self.device, self.lanes())
 
     def updater(self, nbytes: int) -> str:
-        """Return who updates so many bytes of parameters, gradients and state; see `with_state`."""
+        """Return what updates `nbytes` of parameters, gradients and state; see `with_state`."""
         return "device"
 
     def speeds(self) -> tuple[float, float]:
@@ -77,19 +77,19 @@ class StateBuffers(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Return a block of bytes, a storage of its own."""
+        """Return a block of bytes with its own storage."""
 
     @abstractmethod
     def let_go(self) -> None:
-        """Release the process's memory for this state, if possible, until it is read again."""
+        """Release the process memory of these tensors until they are read, where possible."""
 
     @property
     def blocks(self) -> list[torch.Tensor]:
-        """All state here, as bytes."""
+        """All buffers, as bytes."""
         return [buffer.block for buffer in self._buffers.values()]
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a new tensor here in the form of a dense one, whose values are not read."""
+        """Return a tensor here with the form of a dense tensor, whose values are not read."""
         block = self.allocate(tensor.numel() * tensor.element_size())
         self._buffers[block.data_ptr()] = HostBuffer(block)
         return torch.empty(0, dtype=tensor.dtype).set_(
@@ -100,21 +100,22 @@ class StateBuffers(ABC):
         """Return the buffer of a tensor; None if it is not here."""
         try:
             return self._buffers.get(tensor.data_ptr())
-        except RuntimeError:  # without memory, e.g. on the meta device
+        except RuntimeError:  # no memory, e.g. on the meta device
             return None
 
     def finish(self) -> None:
-        """Wait for all writes, after which the program may read."""
+        """Wait until all writes have completed: from now on the program may read the buffers."""
         for buffer in self._buffers.values():
             self.engine.finish(buffer)
 
     def hold(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Move a model's parameters to the host, or create them there for a meta model.
+        """Move the parameters of a model to the host; allocate those on the meta device there.
 
-        Those of a meta model are zeros: initialise or load them afterwards, module by module. This
-        creates models that fit nowhere else. Its buffers become zeros on the device.
+        Parameters of a meta model become zeros: initialise or load them afterwards, module by
+        module. This creates models that fit nowhere else. Its buffers become zeros on the device.
 
-        Raises PlanError for a non-persistent buffer on the meta device, which nothing would load.
+        Raises PlanError for a buffer on the meta device that is in no state dict: nothing would
+        load it.
         """
         _materialize_buffers(model, self.device)
         for parameter in dict.fromkeys(model.parameters()):
@@ -133,7 +134,7 @@ class StateBuffers(ABC):
 
 
 def _materialize_buffers(model: torch.nn.Module, device: torch.device) -> None:
-    """Replace a model's buffers on the meta device by zeros; shared ones stay shared."""
+    """Replace the meta buffers of a model by zeros; shared buffers stay shared."""
     missing = [
         (f"{path}.{name}" if path else name, module, name, buffer)
         for path, module in model.named_modules()
@@ -143,9 +144,9 @@ def _materialize_buffers(model: torch.nn.Module, device: torch.device) -> None:
     for path, module, name, _ in missing:
         if name in module._non_persistent_buffers_set:
             raise PlanError(
-                f"the buffer {path!r} is on the meta device and in no state dict, so that nothing "
-                "would load it. Give its module a real one before (register_buffer again), as the "
-                "module computes it when it is made."
+                f"the buffer {path!r} is on the meta device and in no state dict, so nothing would "
+                "load it. Register a real one first (register_buffer again), computed as in the "
+                "module's constructor."
             )
     real: dict[int, torch.Tensor] = {}
     for _, module, name, buffer in missing:
@@ -153,13 +154,13 @@ def _materialize_buffers(model: torch.nn.Module, device: torch.device) -> None:
 
 
 def set_memory(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
-    """Give a parameter, the same object, another tensor's memory; its gradient moves with it."""
+    """Replace the memory of a parameter in place by another tensor's; move its gradient as well."""
     # Detached first: it has to follow the parameter to the other device.
     gradient, parameter.grad = parameter.grad, None
     if torch._has_compatible_shallow_copy_type(parameter, tensor):
         parameter.data = tensor
     else:
-        # For devices that are not built into torch, and from the meta device.
+        # Between devices whose tensors cannot exchange data, and from the meta device.
         torch.utils.swap_tensors(parameter, torch.nn.Parameter(tensor, parameter.requires_grad))
     if gradient is not None:
         parameter.grad = gradient.to(tensor.device)
@@ -168,25 +169,25 @@ def set_memory(parameter: torch.nn.Parameter, tensor: torch.Tensor) -> None:
 class PinnedState(StateBuffers):
     """State in pinned host memory, for a model on a device with separate memory.
 
-    What an op needs is copied to the device and back on streams, parallel to the ops. Tensors here
-    are CPU tensors: after the backward pass or the optimizer's step, they have the current values.
+    What an op needs is copied to the device and back on separate streams. A tensor here is a CPU
+    tensor: code that reads it after the backward pass or the optimizer's step sees its values.
 
     Parameters
     ----------
     device
         Where the model's ops run, e.g. `"cuda"`.
     update
-        As in `HostState`.
+        See `HostState`.
     """
 
     def __init__(self, device: torch.device | str, *, update: str = "step") -> None:
         super().__init__(update)
-        # With its index, as tensors have it.
+        # With its index, as in `tensor.device`.
         self.device = torch.empty(0, device=torch.device(device)).device
         if not has_streams(self.device):
             raise ValueError(
                 f"got device {str(device)!r}, expected one with separate memory and streams, such "
-                "as 'cuda'. On the CPU, state is kept in a file: HostState."
+                "as 'cuda'. On the CPU, state is kept in a file: use HostState."
             )
         self.where = f"pinned memory for {self.device}"
         self._slabs: list[tuple[torch.Tensor, int]] = []
@@ -194,11 +195,11 @@ class PinnedState(StateBuffers):
 
     @property
     def nbytes(self) -> int:
-        """What is reserved."""
+        """Reserved bytes."""
         return sum(slab.nbytes for slab, _ in self._slabs)
 
     def lanes(self) -> Lanes:
-        """Return the streams of copies."""
+        """Return the streams that copy."""
         return lanes_for(self.device)
 
     def _measure(self) -> tuple[float, float]:
@@ -209,16 +210,16 @@ class PinnedState(StateBuffers):
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return a zeroed block of pinned memory."""
-        wanted = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
-        fits = (at for at, (slab, end) in enumerate(self._slabs) if slab.nbytes - end >= wanted)
-        at = next(fits, len(self._slabs))
-        if at == len(self._slabs):
-            size = max(_SLAB, 1 << (wanted - 1).bit_length())
+        padded = -(-max(nbytes, 1) // _ALIGNMENT) * _ALIGNMENT
+        fits = (i for i, (slab, end) in enumerate(self._slabs) if slab.nbytes - end >= padded)
+        index = next(fits, len(self._slabs))
+        if index == len(self._slabs):
+            size = max(_SLAB, 1 << (padded - 1).bit_length())
             self._slabs.append((torch.zeros(size, dtype=torch.uint8, pin_memory=True), 0))
-        slab, begin = self._slabs[at]
-        self._slabs[at] = (slab, begin + wanted)
+        slab, begin = self._slabs[index]
+        self._slabs[index] = (slab, begin + padded)
         memory = memoryview(slab.numpy())
-        # With its own storage, as whole storages are copied; it keeps the slab alive.
+        # With its own storage, since whole storages are copied; it keeps the slab alive.
         return torch.frombuffer(memory, dtype=torch.uint8, count=max(nbytes, 1), offset=begin)[
             :nbytes
         ]
@@ -230,14 +231,14 @@ _PROBES = 3
 
 
 class FileLanes(Lanes):
-    """Two lanes, each a thread: one reads the file into memory, one writes it.
+    """Two lanes with one thread each: one reads a file into memory, one writes it.
 
-    They read and write without the interpreter lock, so ops run in parallel. A copy that has to
-    come after another waits for it in its own thread; those of one lane run in the order of their
-    requests, and each waits only for earlier ones, so there are no deadlocks.
+    They release the GIL while they read and write, so ops run concurrently. A copy that has to
+    follow another waits for it in its own thread. Copies of one lane run in the order in which they
+    were submitted, and each waits only for earlier ones, so there is no deadlock.
 
     file : its descriptor
-    offsets : per address of a mapped block, its offset in the file
+    offsets : offset in the file of each mapped block, by the block's address
     keep_cached : whether the system may keep pages that were read or written
     """
 
@@ -247,32 +248,32 @@ class FileLanes(Lanes):
         self._back = ThreadPoolExecutor(1, "sn_memory fetch")
 
     def leave(self, here: torch.Tensor, host: torch.Tensor, after: Sequence[Ticket] = ()) -> Ticket:
-        """Write, after the copies of `after`; on the CPU, all earlier ops have finished."""
+        """Write, after the copies in `after`; on the CPU all earlier ops are done already."""
         offset = self.offsets[host.data_ptr()]
         return self._out.submit(self._move, [here], offset, after, write=True)
 
     def arrive(self, host: torch.Tensor, here: torch.Tensor, after: Ticket) -> Ticket:
-        """Read, after the copy that `after` stands for."""
+        """Read, after the copy whose ticket is `after`."""
         offset, earlier = self.offsets[host.data_ptr()], () if after is None else (after,)
         return self._back.submit(self._move, [here], offset, earlier, write=False)
 
     def wait(self, ticket: Ticket) -> None:
-        """Wait until a copy is done; raise its error, if any."""
+        """Wait until a copy is done; raise its exception if it failed."""
         if ticket is not None:
             ticket.result()
 
     def finish(self, ticket: Ticket) -> None:
-        """Wait like ops do, on the CPU."""
+        """Wait for a copy; on the CPU the same as `wait`."""
         self.wait(ticket)
 
     def _move(
-        self, only: list[torch.Tensor], offset: int, after: Sequence[Future[None]], *, write: bool
+        self, box: list[torch.Tensor], offset: int, after: Sequence[Future[None]], *, write: bool
     ) -> None:
         for ticket in after:
             ticket.result()
-        # Popped, because the pool holds its arguments slightly longer than anything waits for the
-        # copy, so that the memory would still be allocated when the next is.
-        tensor = only.pop()
+        # Popped: the thread pool holds its arguments a moment longer than the copy takes, so the
+        # tensor would still be allocated when the next one is made.
+        tensor = box.pop()
         rest, begin = memoryview(tensor.numpy()), offset
         while rest:
             if write:
@@ -283,38 +284,38 @@ class FileLanes(Lanes):
             rest, offset = rest[done:], offset + done
         if not self.keep_cached:
             if write:
-                # Dirty pages cannot be dropped.
+                # Pages not yet written back cannot be dropped.
                 os.fdatasync(self.file)
             os.posix_fadvise(self.file, begin, offset - begin, os.POSIX_FADV_DONTNEED)
 
 
 class HostState(StateBuffers):
-    """Parameters and optimizer state in a file.
+    """Parameters and optimizer state of a CPU model, in a file.
 
-    A tensor there is a shared mapping of its part of the file: any reader (state_dict, evaluation,
-    gradient clipping) sees its values, and its pages belong to the page cache, which the system
-    reclaims when memory is short. What an op needs is read from the file into memory, and written
-    back. Updates may be made in place, through the mapping: then nothing is copied for them, and
-    the pages that they touch become resident in the page cache.
+    Each tensor is a shared mapping of its part of the file: code that reads it (state_dict,
+    evaluation, gradient clipping) sees its values, and its pages belong to the page cache, which
+    the system reclaims when memory is short. What an op needs is read from the file into memory,
+    and written back. Updates may be made in place, through the mapping: then nothing is copied for
+    them, and the page cache pages that they touch become resident.
 
     Parameters
     ----------
     where
-        A folder, in which an unnamed file is created, which disappears with the process. Default:
-        the folder for temporary files.
+        Folder for an unnamed file, which disappears with the process. Default: the folder for
+        temporary files.
     keep_cached
-        Whether the system may keep what was read and written in its page cache, as for any file.
-        False drops it immediately: a step then waits for the disk each time, and takes no memory
+        Whether the system may keep what was read and written in its page cache, as it does with any
+        file. False drops it at once: a step then waits for the disk each time, and takes no memory
         from other processes.
     in_place
-        Whether parameters and state are updated in place. Default (None): if the system may keep
-        the file in its page cache, and currently has memory for all of it. Otherwise they are read,
-        updated and written.
+        Whether parameters and state are updated through the mapping. Default (None): if the system
+        may keep the file in its page cache, and has memory for all of it now. Otherwise they are
+        read, updated and written.
     update
         When parameters are updated. `step`: by `optimizer.step()`, as usual; each gradient is
-        written to the host as soon as it is complete, one parameter is updated after the other, and
-        clipping, loss scalers and accumulation work with `.grad`. `backward`: each parameter in the
-        backward pass, which copies less; anything that needs `.grad` raises PlanError.
+        written to the host as soon as it is complete, parameters are updated one after another, and
+        clipping, loss scalers and accumulation work on `.grad`. `backward`: each parameter in the
+        backward pass, which moves less; anything that would use `.grad` raises PlanError.
 
     Notes
     -----
@@ -334,11 +335,11 @@ class HostState(StateBuffers):
         if not folder.is_dir():
             raise PlanError(
                 f"state: got {str(folder)!r}, which is not a folder. Pass one on a disk with room "
-                "for parameters and optimizer state, or make it."
+                "for parameters and optimizer state, or create it."
             )
         self.where, self.device = str(folder), torch.device("cpu")
         self.file, name = tempfile.mkstemp(prefix="sn_memory", dir=folder)
-        # Unnamed, so that it disappears with the process, however that ends.
+        # Unlinked, so the file disappears with the process, however that ends.
         os.unlink(name)
         weakref.finalize(self, os.close, self.file)
         self.keep_cached, self.in_place = keep_cached, in_place
@@ -348,15 +349,15 @@ class HostState(StateBuffers):
 
     @property
     def nbytes(self) -> int:
-        """What is reserved."""
+        """Reserved bytes."""
         return self._end
 
     def lanes(self) -> Lanes:
-        """Return the lanes of copies between the file and memory."""
+        """Return the lanes that copy between the file and memory."""
         return FileLanes(self.file, self.files, keep_cached=self.keep_cached)
 
     def updater(self, nbytes: int) -> str:
-        """Return who updates so many bytes of parameters, gradients and state; see `with_state`."""
+        """Return what updates `nbytes` of parameters, gradients and state; see `with_state`."""
         in_place = self.in_place
         if in_place is None:
             in_place = self.keep_cached and nbytes < (available_bytes() or 0)
@@ -368,7 +369,7 @@ class HostState(StateBuffers):
         assert buffer is not None
         block, lanes, seconds = buffer.block, self.engine.lanes, []
         for copy in (lambda: lanes.leave(tensor, block), lambda: lanes.arrive(block, tensor, None)):
-            # The first write allocates pages of the file, which later steps find.
+            # The first copy creates pages of the file; later steps reuse them.
             tries = []
             for _ in range(_PROBES):
                 began = time.perf_counter()
@@ -378,9 +379,9 @@ class HostState(StateBuffers):
         return _PROBE_BYTES / seconds[0], _PROBE_BYTES / seconds[1]
 
     def let_go(self) -> None:
-        """Release this process's memory for the state, until it is read again.
+        """Release the process memory of these tensors until they are read.
 
-        Pages that were touched, e.g. by initialising a model, then only belong to the file.
+        Pages touched before, e.g. while a model was initialised, are then held by the file alone.
         """
         for memory in self._mappings:
             memory.madvise(mmap.MADV_DONTNEED)
@@ -388,7 +389,7 @@ class HostState(StateBuffers):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Return a zeroed block of the file."""
         offset, reserved = self._end, -(-max(nbytes, 1) // _PAGE) * _PAGE
-        # So a full disk raises here, instead of a SIGBUS when a page is touched later.
+        # A full disk then raises here, instead of a SIGBUS when a page is touched later.
         os.posix_fallocate(self.file, offset, reserved)
         self._end = offset + reserved
         memory = mmap.mmap(self.file, reserved, offset=offset)

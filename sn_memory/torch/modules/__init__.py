@@ -1,1 +1,1 @@
-"""Modules that run again, for models that cannot be traced: chosen by measurement."""
+"""Recomputed modules, for models that cannot be traced: chosen by measurement."""

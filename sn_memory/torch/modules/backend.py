@@ -2,13 +2,14 @@
 
 torch.utils.checkpoint runs modules again, with the random numbers of the first run. It leaves to
 users which modules, whether that fits, and what a second run does to statistics. Here the sample is
-run: each module's seconds and saved bytes are measured, those stay that save most seconds for a
-byte, and the bytes of each choice are counted, so the budget is kept on the sample or refused.
+run: each module's seconds and saved bytes are measured, modules that save most seconds per byte are
+not recomputed, and the bytes of each choice are counted, so the budget is kept on the sample or
+refused.
 
 With a sample that fits: a plain step, cuts of the model at three depths, then as many modules kept
 as the budget allows, by bisection; each choice is a step that is run and counted. For an input that
-comes while training, and may not fit, there is a safe choice: only steps in which most modules run
-again.
+arrives during training, and may not fit, there is a safe choice: it runs only steps in which most
+modules are recomputed.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from .rerun import Input, Unit, rerunning
 
 # Modules are cut into units no deeper than this: deeper ones are mostly single ops.
 _DEPTH = 3
-# If what runs depends on random numbers: with how many seeds it is probed, and with how many,
-# those that save most, each choice is measured.
+# If random numbers decide what runs: the number of seeds that are probed, and the number of those,
+# the ones that save most, with which each choice is measured.
 _SEEDS, _MEASURED = 32, 4
-# A safe cut is chosen before it is measured, so that more depths cost nothing: blocks lie this deep
-# in a model that adapters and a loss are wrapped around.
+# A safe cut is chosen before it is measured, so more depths cost nothing: blocks are this deep in a
+# model wrapped by adapters and a loss.
 _SAFE_DEPTH = 6
 
 
 class _OverwrittenError(Exception):
-    """A unit's input was changed in place after the unit ran, so that it cannot run again."""
+    """A unit's input was changed in place after the unit ran, so it cannot run again."""
 
     def __init__(self, unit: str) -> None:
         super().__init__(unit)
@@ -50,29 +51,29 @@ class _OverwrittenError(Exception):
 
 
 class Search:
-    """Looks for the modules to run again: probes once, then measures choices.
+    """Search for the modules to run again: probes once, then measures choices.
 
     model, arguments : the plain model and a real sample
-    resident_bytes : what counts besides a step
-    waiting_bytes : of the step that was chosen, as in MeasuredStep
+    resident_bytes : bytes counted in addition to a step
+    waiting_bytes : of the chosen step, as in MeasuredStep
     """
 
     waiting_bytes = (0, 0)
 
     def __init__(self, model: torch.nn.Module, arguments: Any, resident_bytes: int) -> None:
         self.model, self.arguments, self.resident_bytes = model, arguments, resident_bytes
-        # Those that each choice is measured with, and all; None leaves generators as they are.
+        # Seeds with which each choice is measured, and all seeds; None: do not seed.
         self.seeds: list[int | None] = [None]
         self.all_seeds: list[int | None] = [None]
         probe = Probe(model, arguments)
-        # Ranks that share parameters decide alike here and below, as a rerun may be a collective.
+        # Ranks that share parameters must decide alike, as a rerun may run collectives.
         if most(model, [float(probe.by_chance)])[0]:
             self._probe_seeds(probe)
         probe.agree()
         self.probe, self.behaviour = probe, probe.behaviour
 
     def _probe_seeds(self, probe: Probe) -> None:
-        """Join probes with many seeds to this one; note the seeds, largest first."""
+        """Merge probes with many seeds into this one; store the seeds, largest first."""
         saved: dict[int, int] = {}
         seen = set()
         for number in range(_SEEDS):
@@ -87,8 +88,8 @@ class Search:
     def plan(self, budget: float | str) -> tuple[MeasuredPlan, list[Unit]]:
         while True:
             plan, again = self._plan(budget)
-            # The peak that is promised was measured with all seeds: if the choice breaks the budget
-            # with one, choices are measured with that, too.
+            # The promised peak must hold for all seeds: if the choice exceeds the budget with one,
+            # choices are measured with that seed, too.
             unmeasured = [number for number in self.all_seeds if number not in self.seeds]
             peaks = {number: self._measured_with(number, again).peak_bytes for number in unmeasured}
             largest = max(peaks, key=lambda number: peaks[number], default=None)
@@ -125,8 +126,8 @@ class Search:
     def safe(self, budget_bytes: int) -> tuple[MeasuredPlan, list[Unit]]:
         """Return the first cut that keeps the budget, in order of expected peaks.
 
-        If that leaves room, units are kept that fit by what they save, if that step keeps the
-        budget, too.
+        If that leaves room, units whose saved bytes fit are not recomputed, provided that this step
+        keeps the budget, too.
         """
         budget_bytes = -int(most(self.model, [-budget_bytes])[0])
         best: tuple[list[Unit], Measured] | None = None
@@ -163,12 +164,12 @@ class Search:
         return plan, again
 
     def cuts(self, deepest: int) -> list[list[Unit]]:
-        """Return the cuts of the model at all depths, each once."""
+        """Return the distinct cuts of the model at all depths."""
         cuts = (list(self.units(depth)) for depth in range(1, deepest + 1))
         return [*{tuple(unit.name for unit in units): units for units in cuts if units}.values()]
 
     def expected(self, units: list[Unit]) -> int:
-        """Return what is saved while one unit of a cut runs again, by what the probe saw."""
+        """Return the bytes saved while one unit of a cut runs again, estimated from the probe."""
         does = self.behaviour.get(self.model)
         inside = sum(unit.saved_bytes + unit.saved_input_bytes for unit in units)
         outside = max(0, (does.saved_bytes if does else 0) - inside)
@@ -179,7 +180,7 @@ class Search:
         )
 
     def as_room_allows(self, units: list[Unit], room_bytes: int) -> list[Unit]:
-        """Return the units that run again if those are kept whose rerun costs most for a byte."""
+        """Return the units to run again if those with the costliest rerun per byte are kept."""
         again = []
         for unit in sorted(units, key=lambda unit: -unit.seconds / max(1, unit.saved_bytes)):
             if unit.saved_bytes <= room_bytes:
@@ -196,7 +197,7 @@ class Search:
         )
 
     def cut(self, baseline: Measured, budget_bytes: int) -> tuple[list[Unit], Measured]:
-        """Return the units with the smallest peak when all run again, and that step."""
+        """Return the cut with the smallest peak when all its units run again, and that step."""
         best: tuple[list[Unit], Measured] = ([], baseline)
         for cut in self.cuts(_DEPTH) if baseline.peak_bytes > budget_bytes else ():
             units, step = self.without_overwritten(cut)
@@ -205,7 +206,7 @@ class Search:
         return best
 
     def without_overwritten(self, units: list[Unit]) -> tuple[list[Unit], Measured]:
-        """Leave out units whose input is changed in place before they would run again."""
+        """Drop units whose input is changed in place before they would run again."""
         while True:
             try:
                 return units, self.measured(units)
@@ -213,13 +214,13 @@ class Search:
                 units = [unit for unit in units if unit.name != error.unit]
 
     def units(self, depth: int) -> Iterator[Unit]:
-        """Cut the model into modules of a depth; what cannot be run again is cut further."""
+        """Cut the model into modules at a depth; modules that cannot run again are cut further."""
         paths = {module: name for name, module in reversed(list(self.model.named_modules()))}
 
         def below(module: torch.nn.Module, depth: int) -> Iterator[torch.nn.Module]:
             for child in module.children():
                 if child not in self.behaviour:
-                    # A ModuleList is never called, so it is no level of its own.
+                    # A ModuleList is never called, so it does not count as a level.
                     yield from below(child, depth)
                 elif (depth > 1 and next(child.children(), None)) or self.unrepeatable(child):
                     yield from below(child, depth - 1)
@@ -233,12 +234,12 @@ class Search:
                 yield Unit(**vars(does), name=paths[module], changed=changed)
 
     def measured(self, again: Sequence[Unit]) -> Measured:
-        """Return the step of the largest peak, of all seeds, with units run again."""
+        """Return the step with the largest peak over all seeds, with units run again."""
         steps = [self._measured_with(number, again) for number in self.seeds]
         return max(steps, key=lambda step: step.peak_bytes)
 
     def _measured_with(self, number: int | None, again: Sequence[Unit]) -> Measured:
-        """Run a step of the sample with units run again; put everything back."""
+        """Run a step of the sample with units run again; restore everything."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             noted: list[Input] = []
@@ -253,7 +254,7 @@ class Search:
                     if version_of(tensor) != version:
                         raise _OverwrittenError(unit)
             finally:
-                # The reruns hold the list, and its tensors hold the graph of the reruns: a cycle.
+                # Breaks a cycle: the reruns hold the list, whose tensors hold the reruns' graph.
                 noted.clear()
             return outputs
 
@@ -277,12 +278,12 @@ class Search:
 class ModuleStep(MeasuredStep):
     """A model whose chosen modules run again in the backward pass.
 
-    model, arguments : the plain model and a real sample; it is run, and left as it was.
+    model, arguments : the plain model and a real sample; it is run, and left unchanged.
     budget : as in `plan`
-    resident_bytes : what counts besides the step: the optimizer's state.
-    earlier_bytes : of gradients that exist when a step begins; they count as well.
-    safely : for an input that may not fit without a plan: the model's own step is not run, seconds
-        do not count, and if no choice keeps the budget the one with the smallest peak is taken.
+    resident_bytes : bytes counted in addition to the step: the optimizer's state.
+    earlier_bytes : bytes of gradients that exist when a step begins; they count as well.
+    safely : for an input that may not fit without a plan: the model's own step is not run, time is
+        ignored, and if no choice keeps the budget the one with the smallest peak is taken.
 
     Raises BudgetError if no choice of modules keeps the budget on the sample, unless `safely`.
     """
@@ -301,10 +302,10 @@ class ModuleStep(MeasuredStep):
     ) -> None:
         super().__init__()
         self.resident_bytes, self.counts_gradients = resident_bytes, bool(earlier_bytes)
-        # Of the plain class: the planned model's own forward calls this step.
+        # From the plain class: the planned model's own forward calls this step.
         self._forward = type(model).forward
         search = Search(model, arguments, resident_bytes + earlier_bytes)
-        # Values that the forward sets make no other kind of input; those it only reads do.
+        # Attributes that the forward only reads are part of the input signature; not those it sets.
         self.sets, self.reads = search.probe.sets, search.probe.reads
         if safely:
             self.plan, self._again = search.safe(parse_bytes(budget, whole=0))
@@ -314,7 +315,7 @@ class ModuleStep(MeasuredStep):
 
     @property
     def hidden_from_hooks(self) -> str:
-        """That of modules which run again; empty if there are none."""
+        """As in Step, for the modules that run again; empty if there are none."""
         again = self.plan.decided("recompute")
         return "do not see what modules keep that run again" if again else ""
 

@@ -1,10 +1,10 @@
-"""What each module of a model does in one forward pass: seconds, saved bytes, side effects.
+"""Probe of a model's modules in one forward pass: seconds, saved bytes, side effects.
 
-The sample runs once with gradients on, but what autograd would save is only counted and dropped, so
-the pass needs little memory. A module that sets attributes or appends to a list it has, draws from
-Python's or NumPy's random numbers, changes its input in place, or gets an object (a cache) that
-changes then or later, would not do the same when run again; it is marked. So is one that leaves
-what it computes where no module holds it: in a list or a global.
+The sample runs once with gradients enabled, but tensors that autograd would save are only counted
+and dropped, so the pass needs little memory. A module that sets attributes or appends to a list it
+has, draws from Python's or NumPy's random numbers, changes its input in place, or is passed an
+object (a cache) that changes then or later, would not do the same when run again; it is marked. So
+is a module whose results stay referenced outside of the model: in a list or a global.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from ..target.accelerator import rng_state
 
 @dataclass
 class Behaviour:
-    """What a module did, in all its calls of one forward pass.
+    """Behaviour of a module over all its calls in one forward pass.
 
     seconds : of its forward passes
-    saved_bytes : of what it saves, but for parameters, buffers and its inputs
-    given_bytes : of its inputs, but for parameters and buffers: what is saved instead if it runs
+    saved_bytes : of tensors it saves, without parameters, buffers and its inputs
+    given_bytes : of its inputs, without parameters and buffers: what is saved instead if it runs
         again
-    saved_input_bytes : of its inputs that it saves
-    unrepeatable : whether it would differ when run again
-    saves_early : whether an op inside saves a tensor before it writes to it, so that a second run
-        must not end when the last tensor is saved
+    saved_input_bytes : of those of its inputs that it saves
+    unrepeatable : whether a second run would differ
+    saves_early : whether an op inside saves a tensor before it writes to it, so a second run must
+        not stop when the last tensor is saved
     """
 
     seconds: float = 0.0
@@ -63,19 +63,19 @@ class _Running:
 
 
 class Probe:
-    """One forward pass of a model on a sample, watched. The model is left as it was.
+    """One observed forward pass of a model on a sample. The model is left unchanged.
 
     behaviour : per module that was called
     changed : buffers whose values the pass changed, as (module, name)
     changes_inputs : whether the pass wrote into the model's inputs
     written : parameters that the pass wrote to
-    sets, reads : attributes that the pass sets or changes, by the place of their module and their
+    sets, reads : attributes that the pass sets or changes, by the index of their module and their
         name; per module, those it read.
-    by_chance : whether which ops run may depend on random numbers: some were drawn, and values
-        looked at.
+    by_chance : whether random numbers may decide which ops run: some were drawn, and values were
+        read.
 
     model, arguments : the plain model and a sample
-    begin : called before the pass, which may seed generators: they are restored
+    begin : called before the pass, e.g. to seed generators, which are restored afterwards
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Probe:
         self.behaviour: dict[torch.nn.Module, Behaviour] = {}
         self.changed: list[tuple[torch.nn.Module, str]] = []
         self._running: list[_Running] = []
-        # With objects among the arguments, to be compared once more after the pass.
+        # Calls with objects among the arguments, which are compared once more after the pass.
         self._received: list[tuple[torch.nn.Module, SideEffects]] = []
         self._resident = {*_by_memory((*model.parameters(), *model.buffers()))}
         args, kwargs = arguments
@@ -114,7 +114,7 @@ class Probe:
                 self._run(lambda: model(*args, **kwargs))
                 # FSDP2 itself leaves gathered parameters behind.
                 if not is_sharded(model) and self._left():
-                    # What only a first pass leaves behind is a cache.
+                    # What only the first pass leaves behind is a cache.
                     self._run(lambda: model(*args, **kwargs))
                     for module in self._left():
                         self._mark(module)
@@ -135,7 +135,7 @@ class Probe:
                 names.update(snapshot.changed())
                 if names:
                     self._mark(module)
-                # Other names are of what hooks hold, which is no attribute.
+                # Other names refer to objects held by hooks, which are not attributes.
                 self.sets |= {(place, name) for name in names & (before.keys() | now.keys())}
             for module, effects in self._received:
                 if effects.objects_changed():
@@ -149,7 +149,7 @@ class Probe:
             self._mark(run.module)
 
     def _run(self, forward: Callable[[], Any]) -> None:
-        """Run the pass and drop what it saves; keep that if the model differentiates inside."""
+        """Run the pass and drop saved tensors; keep them if the model differentiates inside."""
         for keep in (False, True):
             self.behaviour.clear()
             self._running.clear()
@@ -170,7 +170,7 @@ class Probe:
                     forward()
             except _Differentiates:
                 continue
-            # No op shows whether values that Python draws decide what runs.
+            # Whether random values drawn in Python decide what runs cannot be seen from ops.
             in_python = generators.changed() or python != outside_states()
             by_ops = not all(map(torch.equal, drawn, self._drawn()))
             self.by_chance = in_python or (by_ops and value_reads.looked)
@@ -178,7 +178,7 @@ class Probe:
 
     @property
     def saved_bytes(self) -> int:
-        """What the whole model saves for the backward pass, with its inputs."""
+        """Bytes that the whole model saves for the backward pass, inputs included."""
         total = self.behaviour.get(self.model, Behaviour())
         return total.saved_bytes + total.saved_input_bytes
 
@@ -187,7 +187,7 @@ class Probe:
         return [torch.get_rng_state(), rng_state(device_of(self.model)).clone()]
 
     def join(self, other: Probe) -> None:
-        """Let each module have done the most of this pass and of another."""
+        """Merge another pass: per module, take the larger values of both."""
         for module, does in other.behaviour.items():
             mine = astuple(self.behaviour.get(module, Behaviour()))
             self.behaviour[module] = Behaviour(*map(max, mine, astuple(does)))
@@ -199,7 +199,7 @@ class Probe:
         self.reads = joined(self.reads, other.reads)
 
     def agree(self) -> None:
-        """Take the most of all ranks that share the model's parameters, for each module."""
+        """Take the largest values over all ranks that share the model's parameters, per module."""
         modules = list(self.model.modules())
         rows = [astuple(self.behaviour.get(module, Behaviour())) for module in modules]
         agreed = iter(most(self.model, [float(number) for row in rows for number in row]))
@@ -225,7 +225,7 @@ class Probe:
                     self._created[memory._cdata] = StorageWeakRef(memory), running
 
     def _left(self) -> set[torch.nn.Module]:
-        """Return the modules that computed what somebody but the model holds after the pass."""
+        """Return the modules whose results are referenced outside of the model after the pass."""
         if any(not memory.expired() for memory, _ in self._created.values()):
             torch.clear_autocast_cache()
             gc.collect()  # hooks on nodes of autograd make cycles
@@ -242,7 +242,7 @@ class Probe:
             plain = [tensor for tensor in tensors(arguments) if not is_batched(tensor)]
             if len(plain) < len(tensors(arguments)):
                 self._mark(module)
-            # Parameters that it writes to, as a momentum encoder does, would be updated twice.
+            # Parameters that it writes to, like a momentum encoder, would be updated twice.
             effects = SideEffects([*plain, *module.parameters()], objects(args, kwargs))
             began = time.perf_counter()
             self._running.append(_Running(module, began, effects, _by_memory(plain)))
@@ -274,7 +274,7 @@ class Probe:
 
     def _saved(self, tensor: torch.Tensor) -> None:
         if isinstance(tensor if tensor._base is None else tensor._base, torch.nn.Parameter):
-            # One that FSDP2 has gathered is no parameter of the model's, and FSDP2 frees it.
+            # One gathered by FSDP2 is not among the model's own parameters, and FSDP2 frees it.
             return
         if is_batched(tensor):
             return
@@ -285,7 +285,7 @@ class Probe:
         key, size = memory._cdata, memory.nbytes()
         for run in self._running:
             known = run.counted.get(key)
-            # An address counts again once its storage is gone.
+            # An address counts again once its storage has been freed.
             if key in self._resident or (known and known() is not None):
                 continue
             run.counted[key] = weakref.ref(memory)
@@ -312,10 +312,10 @@ _RRELU = (torch.ops.aten.rrelu_with_noise, torch.ops.aten.rrelu_with_noise_)
 
 
 class _ValueReads(TorchDispatchMode):
-    """Notes whether something reads a tensor's values, so that what runs may depend on them.
+    """Detects reads of tensor values, on which the executed ops may depend.
 
-    early : called if an op saves a tensor before it writes to it; of torch's ops one does: the
-        kernel of RReLU fills the noise that was saved before it ran
+    early : called if an op saves a tensor before it writes to it; one of torch's ops does: RReLU's
+        kernel fills the noise that was saved before it ran
     created : called with the result of each op
     """
 
@@ -327,23 +327,23 @@ class _ValueReads(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile that compiled code runs under it as any other."""
+        """Tell torch.compile that compiled code runs under this mode like any other."""
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # Ops that return a number that depends on values, or a tensor whose size does.
+        # Ops that return a number that depends on values, or a tensor whose size depends on them.
         tags = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
         if func is torch.ops.aten.index.Tensor:
-            # It has the tag, though only a mask decides the size.
+            # It has the tag, though the size depends on values only with a mask.
             self.looked |= any(arg is not None and arg.dtype == torch.bool for arg in args[1])
         else:
             self.looked |= not tags.isdisjoint(func.tags)
         if func.overloadpacket in _RRELU:
             self._early()
         if any(map(is_traceable_wrapper_subclass_type, types)):
-            # A DTensor runs the op on its local tensor, and that call is dispatched here in turn.
+            # A DTensor runs the op on its local tensor, and that call is dispatched here as well.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         self._created(result)
@@ -351,7 +351,7 @@ class _ValueReads(TorchDispatchMode):
 
 
 class _Differentiates(Exception):  # noqa: N818 - says that the pass has a backward pass inside
-    """What was saved is needed in the pass itself."""
+    """Saved tensors are needed within the forward pass itself."""
 
 
 def _needed(saved: torch.Tensor | None) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Modules whose forward runs again in the backward pass, for one forward pass of a model.
 
-torch.utils.checkpoint does that. It does not care for what else a second run reads, and for what it
-does to statistics and other buffers: see `state.py`.
+This uses torch.utils.checkpoint, which ignores what else a second run reads, and what it does to
+statistics and other buffers: see `state.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Input = tuple[str, torch.Tensor, int]
 
 @dataclass
 class Unit(Behaviour):
-    """A module that may be run again, and what it did in one forward pass.
+    """A module that may be run again, and its behaviour in one forward pass.
 
     name : its path
     changed : buffers that its forward pass changes, as (module, name); None to compare copies of
@@ -41,7 +41,7 @@ class Unit(Behaviour):
 def rerunning(
     model: torch.nn.Module, units: Sequence[Unit], inputs: list[Input] | None = None
 ) -> Forwards:
-    """Return a context of one forward pass in which modules are checkpointed; adds to `inputs`."""
+    """Return a context for one forward pass that checkpoints modules; adds to `inputs`."""
     # FSDP2 replaces parameters between the two runs.
     sharded, modules = is_sharded(model), dict(model.named_modules())
     again = [(modules[unit.name], unit) for unit in units]
@@ -51,7 +51,7 @@ def rerunning(
 
 
 def run_again(path: str, module: torch.nn.Module) -> Callable[..., Any]:
-    """Return a forward that saves a module's inputs only, and runs it again for the rest."""
+    """Return a forward that saves only a module's inputs, and runs it again for the rest."""
     return _checkpointed(module, Unit(name=path, saves_early=True), None, False)
 
 
@@ -62,12 +62,12 @@ def _checkpointed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            # In a module that was compiled in place, what it reads are inputs of compiled code.
+            # In a module compiled in place, everything it reads is an input of compiled code.
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         if (
             not torch.is_grad_enabled()
             or inside_checkpoint()
-            # Another thread that calls the module has a pass or a second run of its own.
+            # Another thread that calls the module has its own pass or rerun.
             or threading.get_ident() != thread
         ):
             return forward(*args, **kwargs)
@@ -77,9 +77,9 @@ def _checkpointed(
             )
         state = RunState({unit.name: module}, (args, kwargs), unit.changed, sharded=sharded)
         requires_grad = [isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args]
-        # Kept by this closure: tensors of inference mode, which autograd cannot save, and those
-        # passed by name as well. Attention asks whether its query is its key, and a caller's hooks
-        # may return a copy of each tensor saved: so one that is passed twice is saved once.
+        # Kept by this closure: inference tensors, which autograd cannot save, and those that are
+        # also passed by name. Attention checks whether its query is its key, and a caller's hooks
+        # may return a copy of each saved tensor: so a tensor that is passed twice is saved once.
         by_name = {id(value) for value in kwargs.values()}
         direct = {
             place: arg
@@ -99,7 +99,7 @@ def _checkpointed(
                 state.end()
                 return result
             with state:
-                # Before places are looked up, so that one replaced here stays one tensor, too.
+                # Before duplicates are filled in, so that they stay the same tensor.
                 args = tuple(map(_with_requires_grad, args, requires_grad))
                 return forward(*(args[place] for place in same_as), **kwargs)
 
@@ -118,7 +118,7 @@ def _checkpointed(
 
 
 def _with_requires_grad(value: Any, requires_grad: bool) -> Any:
-    """Return an argument that requires a gradient as it did in the first run."""
+    """Return an argument with `requires_grad` as in the first run."""
     if isinstance(value, torch.Tensor) and value.requires_grad != requires_grad:
         return value.detach().requires_grad_(requires_grad)
     return value

@@ -1,9 +1,9 @@
-"""What a run of a module reads besides its arguments, restored when it runs again.
+"""State that a module reads in addition to its arguments, restored when it runs again.
 
-Between a forward pass and its backward pass anything may change: functional_call puts the model's
-own parameters back, a context removes its hooks, weights are frozen, an average is updated. What
-was replaced is put back for the second run; what was changed in place is lost, and is an error. So
-is a tensor that was given other memory (`p.data = ...`), which changes no version.
+Between a forward pass and its backward pass anything may change: functional_call restores the
+model's own parameters, a context removes its hooks, weights are frozen, an average is updated. What
+was replaced is restored for the second run; what was changed in place is lost, and raises an error.
+So does a tensor whose memory was replaced (`p.data = ...`), which does not change its version.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _SLOTS = tuple(
     for name, value in torch.nn.Module().__dict__.items()
     if name in OF_TORCH and isinstance(value, dict)
 )
-# A forward that others put on the instance is theirs to take off.
+# A forward that other code set on the instance is for that code to remove.
 _IGNORED = OF_TORCH | {"forward"}
 
 
 class RunState:
-    """What a run of modules reads besides its arguments, as of when this is created.
+    """Snapshot of the state that modules read in addition to their arguments.
 
-    Inside `with`, for a second run, it is so again; what that assigns is dropped. A tensor that was
-    changed in place since cannot be put back, and is an error.
+    It is restored inside `with`, for a second run, whose assignments are dropped afterwards. A
+    tensor that was changed in place since the snapshot cannot be restored, and raises an error.
 
-    modules : by the name that errors say
-    arguments : of the run, which are not held; None where others keep random numbers and arguments
+    modules : by the name used in errors
+    arguments : of the run; not held. None if the caller keeps random numbers and arguments
     changed : buffers that the run changes, as (module, name); None to compare copies of all.
     sharded : whether FSDP2 replaces parameters
     """
@@ -58,11 +58,11 @@ class RunState:
         devices = {value.device for value in inputs if is_apart(value.device)}
         devices |= set() if arguments is None else {torch.device("cpu")}
         self._random = {device: rng_state(device) for device in devices}
-        # Inside of `parametrize.cached()`: a weight that was computed before is not computed again.
-        # Under the module that the parametrization was registered on, of which this may be a copy.
+        # Inside `parametrize.cached()` a weight that was computed before is not computed again. The
+        # key is the module with the parametrization, of which this may be a copy.
         self._cached = parametrize._cache_enabled, dict(parametrize._cache)
         self._compares = changed is None
-        # Buffers that the run changes are copied, as a second run has to read what the first did.
+        # Buffers that the run changes are copied, as the second run must read the same values.
         if changed is None:
             changed = [(held.module, name) for held in self._held for name in held.module._buffers]
         self._copies = [
@@ -81,16 +81,16 @@ class RunState:
                     self._expect_unchanged(tensor, what)
         for tensor in inputs:
             self._expect_unchanged(tensor, f"an input of {next(iter(modules))!r}")
-        # What undoes each time that it is in force: several where a graph is retained.
+        # One stack per entered `with`: several if a graph is retained.
         self._undo: list[ExitStack] = []
 
     def _expect_unchanged(self, tensor: torch.Tensor, what: str) -> None:
-        """Raise in the second run if a tensor was changed, or given other memory, by then."""
-        # Detached: that shares the version counter and holds the memory, but no graph.
+        """Raise in the second run if a tensor was changed, or its memory replaced, by then."""
+        # Detached: that shares the version counter and holds the memory, but not the graph.
         self._versions.append((tensor.detach(), weakref.ref(tensor), memory_version(tensor), what))
 
     def end(self) -> None:
-        """End the first run: drop generators and buffers that it did not use, and what it set."""
+        """End the first run: drop RNG states and buffers it left unchanged, and what it set."""
         for device, state in list(self._random.items()):
             if torch.equal(state, rng_state(device)):
                 del self._random[device]
@@ -151,12 +151,12 @@ class RunState:
 
 
 def _set_cache(enabled: int, weights: Any) -> None:
-    """Set what `parametrize.cached()` knows; it has module globals, and no function for it."""
+    """Set the cache of `parametrize.cached()`, which is in module globals without a setter."""
     parametrize._cache_enabled, parametrize._cache = enabled, weights
 
 
 class _Held:
-    """What a module holds: torch's own dictionaries, and all other attributes."""
+    """Contents of a module: torch's own dictionaries, and all other attributes."""
 
     def __init__(self, name: str, module: torch.nn.Module, sharded: bool) -> None:
         self.name, self.module, self.sharded = name, module, sharded
@@ -166,7 +166,7 @@ class _Held:
     def _now(self) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         current = self.module.__dict__
         attributes = {name: value for name, value in current.items() if name not in _IGNORED}
-        # FSDP2 gathers its parameters for the second run as for the first.
+        # FSDP2 gathers its parameters for the second run like for the first.
         slots = (name for name in _SLOTS if not (self.sharded and name == "_parameters"))
         return attributes, {name: dict(current[name]) for name in slots}
 
@@ -174,7 +174,7 @@ class _Held:
         return [param for param in self.slots.get("_parameters", {}).values() if param is not None]
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the module itself has."""
+        """Yield the module's own tensors."""
         kinds = {"parameter": "_parameters", "buffer": "_buffers"}
         for what, slot in kinds.items():
             for name, tensor in self.slots.get(slot, {}).items():
@@ -185,7 +185,7 @@ class _Held:
                 yield f"attribute {name} of {self.name!r}", tensor
 
     def forget_changed(self) -> None:
-        """Drop what the run has replaced: a second run replaces it by itself."""
+        """Drop what the run has replaced: a second run replaces it again."""
         attributes, slots = self._now()
         missing = object()
         self.attributes = {
@@ -196,7 +196,7 @@ class _Held:
         self.slots = {name: slot for name, slot in self.slots.items() if _same(slot, slots[name])}
 
     def put(self, *, alone: bool = False) -> None:
-        """Give the module back what it held; with `alone` it has no other attributes then."""
+        """Restore the module's contents; with `alone`, remove all other attributes."""
         attributes = self.module.__dict__
         for name in attributes.keys() - self.attributes.keys() - _IGNORED if alone else ():
             del attributes[name]
@@ -212,7 +212,7 @@ class _Held:
         for name, param in self.slots.get("_parameters", {}).items():
             required = None if param is None else self.requires_grad[id(param)]
             if param is not None and param.requires_grad != required:
-                # Frozen since, or no longer: replaced, as the flag of the user's own must stay.
+                # Frozen or unfrozen since: replaced, as the user's own tensor must keep its flag.
                 attributes["_parameters"][name] = param.detach().requires_grad_(required)
                 replaced = True
         if replaced:

@@ -1,1 +1,1 @@
-"""Parts of a model that trace whole, planned together within one budget."""
+"""Regions: parts of a model that can be traced, planned together within one budget."""

@@ -1,10 +1,10 @@
-"""Which plan each call of a region follows, so that a step with all of them keeps one budget.
+"""Choice of a plan for each call of a region, so that a step with all calls keeps one budget.
 
-A step is a row of moments: what runs between two calls of regions, the forward pass of a call, its
-backward pass. The bytes that are held outside of regions at each moment were measured, and what the
-calls add depends on their plans alone: so a peak is a sum, computed in microseconds, and the choice
-is a multiple-choice knapsack with one limit a moment. Its relaxation, in which plans may be mixed,
-gives the bound on the seconds and a choice to begin with.
+A step is a sequence of moments: code between two calls of regions, the forward pass of a call, its
+backward pass. The bytes held outside of regions at each moment were measured, and what the calls
+add depends only on their plans: so a peak is a sum, computed in microseconds, and the choice is a
+multiple-choice knapsack with one limit per moment. Its relaxation, in which plans may be mixed,
+gives the bound on the seconds and an initial choice.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .plans import RegionPlan
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Attempts to take a faster plan. A choice of a thousand calls is improved in about a second.
+# Attempts to take a faster plan. This takes about a second for a thousand calls.
 _ATTEMPTS = 20_000
-# Moments that the relaxation limits: those with the highest peaks where all is kept.
+# Moments that the relaxation limits: those with the highest peaks if everything is kept.
 _LIMITED = 16
-# An exchange of plans that takes no time counts as so long, or bytes could not be divided by it.
+# Seconds counted for a change of plan that costs none, as bytes are divided by them.
 _NOTHING_S = 1e-12
 
 
@@ -33,9 +33,9 @@ _NOTHING_S = 1e-12
 class Timeline:
     """The moments of a step.
 
-    outside : [moments] bytes held outside of regions, the most in each moment
-    forward, backward : [calls] the moments of their passes; as many as there are moments where no
-        backward pass was seen.
+    outside : [moments] the most bytes held outside of regions in each moment
+    forward, backward : [calls] the moments of their passes; the number of moments if no backward
+        pass was observed.
     gradients : [moments] bytes of the parameters' gradients at each moment, counted in `outside`
     """
 
@@ -46,16 +46,16 @@ class Timeline:
 
 
 class Choices:
-    """The plans that the calls of a step may follow, and the bytes and seconds of a choice of them.
+    """The plans that the calls of a step may follow; bytes and seconds of any choice of them.
 
     timeline : the step
-    ladders : per call its plans, the fastest first
+    ladders : the plans of each call, the fastest first
     """
 
     def __init__(self, timeline: Timeline, ladders: Sequence[Sequence[RegionPlan]]) -> None:
         self.timeline, self.outside = timeline, timeline.outside
         self.ladders = ladders
-        # Kept, and taken by either pass: [3, calls, plans]; and seconds: [calls, plans].
+        # Bytes kept, and taken by either pass: [3, calls, plans]; seconds: [calls, plans].
         self.sizes: Ints = np.zeros((3, len(ladders), 1), dtype=np.int64)
         self.extra: Floats = np.zeros((len(ladders), 1))
         self.calls = np.arange(len(ladders))
@@ -64,13 +64,13 @@ class Choices:
 
     @property
     def kept(self) -> Ints:
-        """What each plan of each call keeps between its passes."""
+        """Bytes that each plan of each call keeps between its passes."""
         return self.sizes[0]
 
     def peaks(self, choice: Ints) -> Ints:
         """Return the bytes held at each moment."""
         timeline, count = self.timeline, len(self.outside)
-        # What is kept counts between the two passes: the bytes of either pass include it.
+        # Kept bytes are added between the two passes: the bytes of either pass include them.
         kept, in_forward, in_backward = self.sizes[:, self.calls, choice]
         change = np.zeros(count + 2, dtype=np.int64)
         np.add.at(change, timeline.forward + 1, kept)
@@ -86,7 +86,7 @@ class Choices:
         return int(self.peaks(choice).max(initial=0))
 
     def copied(self) -> Choices:
-        """Return a copy whose tables and bytes outside can be changed."""
+        """Return a copy with its own tables and bytes outside."""
         other = copy(self)
         for name in ("outside", "sizes", "extra"):
             setattr(other, name, getattr(self, name).copy())
@@ -97,13 +97,13 @@ class Choices:
         if (more := len(ladder) - self.extra.shape[1]) > 0:
             self.sizes = np.pad(self.sizes, ((0, 0), (0, 0), (0, more)), mode="edge")
             self.extra = np.pad(self.extra, ((0, 0), (0, more)), mode="edge")
-        # Short ladders are filled up with their last plan.
+        # Short ladders are padded with their last plan.
         plans = [ladder[min(i, len(ladder) - 1)] for i in range(self.extra.shape[1])]
         self.sizes[:, call] = np.transpose([plan.sizes for plan in plans])
         self.extra[call] = [plan.extra_s for plan in plans]
 
     def leave_out(self, calls: Sequence[int]) -> None:
-        """Count nothing for these calls, which did not come."""
+        """Count nothing for these calls, which did not occur."""
         self.sizes[:, calls] = self.extra[calls] = 0
 
     def scale(self, since: int, factor: float) -> None:
@@ -111,7 +111,7 @@ class Choices:
         self.sizes[:, since:] = self.sizes[:, since:] * factor
         timeline = self.timeline
         now = int(timeline.forward[since - 1]) if since else 0
-        # What is held from the beginning, as parameters are, does not grow.
+        # What is held from the beginning, e.g. parameters, does not grow.
         first = self.outside[0]
         self.outside[now:] = first + (self.outside[now:] - first) * factor
 
@@ -123,7 +123,7 @@ class Choices:
         return float(self.extra[self.calls, choice].sum())
 
     def adds(self, moment: int) -> Ints:
-        """Return what each plan of each call adds at a moment."""
+        """Return the bytes that each plan of each call adds at a moment."""
         timeline = self.timeline
         waits = (timeline.forward < moment) & (moment < timeline.backward)
         kept, in_forward, in_backward = self.sizes
@@ -133,7 +133,7 @@ class Choices:
         return added
 
     def solve(self, budget_bytes: int) -> Ints:
-        """Return the fastest choice found that keeps a budget; else one of the least excess."""
+        """Return the fastest choice found that keeps a budget; else one with the least excess."""
         last = np.array([len(ladder) - 1 for ladder in self.ladders], dtype=np.int64)
         return np.minimum(self._solved(budget_bytes), last)
 
@@ -145,7 +145,7 @@ class Choices:
         choices = [self.leaner(start, budget_bytes) for start in starts]
         within = [candidate for candidate in choices if self.peak(candidate) <= budget_bytes]
         if not within:
-            # At any cost in seconds: an error names the smallest peak.
+            # Seconds do not count: an error states the smallest peak.
             least_kept = np.argmin(self.kept, axis=1)
             choices += [self.leaner(start, 0, free=True) for start in (fastest, least_kept)]
             return min(choices, key=lambda candidate: self._excess(candidate, budget_bytes))
@@ -153,9 +153,9 @@ class Choices:
         return min(faster, key=self.seconds)
 
     def _relaxed(self, budget_bytes: int) -> tuple[float, Ints]:
-        """Return the fewest seconds if plans may be mixed, and of each call its largest part.
+        """Return the fewest seconds if plans may be mixed, and the largest part of each call.
 
-        Of the moments only the highest are limited, so that this is a matter of milliseconds.
+        Only the highest moments are limited, so this takes milliseconds.
         """
         from scipy.optimize import linprog
         from scipy.sparse import identity, kron
@@ -164,29 +164,29 @@ class Choices:
         moments = np.argsort(-self.peaks(fastest))[:_LIMITED]
         adds = np.array([self.adds(int(moment)).ravel() for moment in moments])
         unit = max(1, budget_bytes)
-        # In units of the budget and of the dearest plan: solvers have absolute tolerances.
-        dearest = self.extra.max(initial=0.0) or 1.0
+        # In units of the budget and of the slowest plan: solvers have absolute tolerances.
+        slowest = self.extra.max(initial=0.0) or 1.0
         mixed = linprog(
-            self.extra.ravel() / dearest,
+            self.extra.ravel() / slowest,
             A_ub=adds / unit,
             b_ub=(budget_bytes - self.outside[moments]) / unit,
             A_eq=kron(identity(len(fastest)), np.ones((1, self.extra.shape[1]))),
             b_eq=np.ones(len(fastest)),
         )
-        # Where not even mixed plans keep the budget, any bound holds.
+        # If not even mixed plans keep the budget, any bound holds.
         if not mixed.success:
             return 0.0, fastest
         parts = mixed.x.reshape(self.extra.shape)
-        return max(0.0, float(mixed.fun) * dearest), parts.argmax(axis=1)
+        return max(0.0, float(mixed.fun) * slowest), parts.argmax(axis=1)
 
     def leaner(
         self, choice: Ints, budget_bytes: int, *, free: bool = False, since: int = 0
     ) -> Ints:
-        """Free bytes where they cost least, at the highest moment, until the budget is kept.
+        """Free the cheapest bytes at the highest moment, until the budget is kept.
 
-        A moment that no plan lowers is left, and the others are lowered: it may take less than is
-        simulated.
-        free : seconds do not count; since : only calls from this one on take other plans
+        A moment that no plan lowers is skipped, and the others are lowered: the real step may take
+        less there than simulated.
+        free : seconds do not count; since : only calls from this one on change their plans
         """
         choice, rejected = choice.copy(), np.zeros(self.kept.shape, dtype=bool)
         rejected[:since] = True
@@ -211,17 +211,17 @@ class Choices:
             if worth[call, plan] <= 0:
                 stuck[moment] = True
                 continue
-            # A plan that was left is not taken again, or two moments could alternate for ever.
+            # A rejected plan is not taken again, or two moments could alternate forever.
             rejected[call, choice[call]] = True
             choice[call] = plan
 
     def _excess(self, choice: Ints, budget_bytes: int) -> list[int]:
-        """Return the peaks above a budget, the highest first, which is how choices are compared."""
+        """Return the peaks above a budget, the highest first, by which choices are compared."""
         above: list[int] = np.sort(np.maximum(self.peaks(choice), budget_bytes))[::-1].tolist()
         return above
 
     def _faster(self, choice: Ints, budget_bytes: int) -> Ints:
-        """Take faster plans as long as the budget is kept, those that save most first."""
+        """Take faster plans while the budget is kept, those that save most time first."""
         choice, tried = choice.copy(), 0
         better = True
         while better and tried < _ATTEMPTS:

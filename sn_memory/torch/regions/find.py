@@ -1,7 +1,7 @@
-"""How regions are found and a step is observed: passes of the model on a sample.
+"""Discovery of regions and observation of a step: passes of the model on a sample.
 
-The model runs once, and each module that is called is offered to the tracer with its arguments:
-from the outside in, until one traces whole. A refusal says why, and that is a break.
+The model runs once, and each called module is offered to the tracer with its arguments, from the
+outside in, until one can be traced. A refusal with its reason is a break.
 """
 
 from __future__ import annotations
@@ -37,25 +37,25 @@ from .region import (
     wants_gradient,
 )
 
-# After so many refused kinds of calls a module is not tried again: a kind is a form of its
+# After this many refused kinds of calls a module is not tried again: a kind is a form of its
 # arguments, and each attempt runs a part of the module under fake tensors.
 _REFUSALS = 8
-# Groups of modules that keep less than this part of what all keep run as they are written: a node
-# of autograd costs some fifty microseconds.
+# Groups of modules that keep less than this part of what all keep run unplanned: an autograd node
+# costs some fifty microseconds.
 _WORTH = 1 / 512
 
 
 class Finder:
-    """Looks for regions while the model runs.
+    """Finds regions while the model runs.
 
     model : the plain model
-    layouts, arriving, shared : how kernels were seen to lay results out; per path, how gradients
-        were seen to be laid out; structures of modules whose inputs others were seen to have.
+    layouts, arriving, shared : observed layouts of kernels' results; observed layouts of gradients,
+        per path; structures of modules whose inputs were observed to be used by other ops as well.
     settings : of `traced_call`
 
-    regions : those that were found, by path
-    refused : per path that is no region, why
-    calls : of the last pass, the kinds of the calls, in order
+    regions : the regions found, by path
+    refused : per path that is not a region, the reason
+    calls : paths and kinds of the calls in the last pass, in order
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Finder:
         self.refused: dict[str, str] = {}
         self.calls: list[tuple[str, TracedCall]] = []
         self._paths = {module: path for path, module in reversed([*model.named_modules()])}
-        # By structure, and by layouts of gradients or the path of a module that shares nothing.
+        # By structure, and by layouts of gradients or the path of a module that cannot share.
         self._alike: dict[tuple[Hashable, str | tuple[Any, ...]], Alike] = {}
         # Why modules of a structure were refused, and how often.
         self._why: dict[Hashable, list[str]] = {}
@@ -83,16 +83,16 @@ class Finder:
 
     @property
     def kept_bytes(self) -> int:
-        """What the calls of the last pass keep if nothing runs again."""
+        """Bytes that the calls of the last pass keep if nothing runs again."""
         return sum(kind.plans[0].kept_bytes for _, kind in self.calls)
 
     @property
     def groups(self) -> list[Alike]:
-        """What regions share that are alike, each once."""
+        """The distinct groups of regions that are alike."""
         return [*{id(region.alike): region.alike for region in self.regions.values()}.values()]
 
     def look(self, arguments: Arguments) -> None:
-        """Run the model; regions that earlier passes found stay."""
+        """Run the model and find regions; those of earlier passes stay."""
         self.calls.clear()
         self._borders.clear()
         args, kwargs = arguments
@@ -116,10 +116,10 @@ class Finder:
         self.calls = [call for call in self.calls if call[0] != path]
 
     def siblings(self) -> None:
-        """Add regions for modules that no pass called, if modules that are alike have some."""
+        """Add regions for modules that no pass called, if modules that are alike are regions."""
         called = {*self.regions, *self.refused}
         inside = tuple(f"{path}." for path in called)
-        # How their gradients will be laid out is not known: as with the first that is alike.
+        # The layouts of their gradients are unknown: assume those of the first that is alike.
         first: dict[Hashable, tuple[Alike, Arriving]] = {}
         for (form, arriving), alike in self._alike.items():
             if alike.kinds and not isinstance(arriving, str):
@@ -155,7 +155,7 @@ class Finder:
     def _at_border(self, path: str, tree: Any) -> None:
         for tensor in tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
-                # Without its memory, but with its version counter, which both share.
+                # An alias without memory that shares the version counter.
                 shadow = tensor.detach()
                 shadow.data = shadow.new_empty(0)
                 self._borders.append((path, shadow, version_of(tensor)))
@@ -194,11 +194,11 @@ class Finder:
             self._why.setdefault(key, []).append(str(error))
             self._refuse(path, str(error))
             return None
-        except Exception as error:  # noqa: BLE001 - whatever it is, this module runs as written
+        except Exception as error:  # noqa: BLE001 - on any error this module runs unplanned
             self._refuse(path, f"{type(error).__name__}: {first_line(error)}")
             return None
         if traced.captured.recording.constants or _own_tensors(module):
-            # Constants of the trace, and tensors in attributes, belong to this module alone.
+            # Constants of the trace, and tensors in attributes, are specific to this module.
             region = Region(path, self._alike.setdefault((key, path), Alike()), region.arriving)
         kind = TracedCall.of(traced, arguments)
         region.add(module, arguments, signature, kind)
@@ -206,7 +206,7 @@ class Finder:
         return kind
 
     def _traced(self, module: torch.nn.Module, arguments: Arguments, **settings: Any) -> Trace:
-        """Trace a call; refuse one that reads attributes of modules outside, as a hook may."""
+        """Trace a call; refuse one that reads attributes of modules outside, e.g. in a hook."""
         with recorded_reads(self._model) as reads:
             traced = traced_call(module, arguments, **settings)
         inside = {*module.modules()}
@@ -221,12 +221,12 @@ class Finder:
         return traced
 
     def _refuse(self, path: str, why: str) -> None:
-        # A module that is a region for one call and refused for another is refused.
+        # A refusal does not override a region that an earlier call made.
         if path not in self.regions:
             self.refused.setdefault(path, why)
 
     def leave_small(self, calls: Sequence[tuple[str, TracedCall]]) -> None:
-        """Drop regions whose calls keep next to nothing: they run as they are written."""
+        """Drop regions whose calls keep next to nothing: they run unplanned."""
         groups = self.groups
         kept_bytes = {id(group): 0 for group in groups}
         for path, kind in calls:
@@ -241,20 +241,20 @@ class Finder:
             raise TraceError("its regions keep next to nothing for the backward pass")
 
     def breaks(self, saved: Callable[[str], int], model_reason: str) -> tuple[Break, ...]:
-        """Return the modules that are no regions and save something outside of these, by size.
+        """Return the modules that are not regions and save something outside of regions, by size.
 
-        saved : returns the bytes that a module saves for the backward pass, by its path
+        saved : returns the bytes that a module, given by path, saves for the backward pass
         model_reason : why the model itself cannot be traced
         """
         why = ({"": model_reason} if model_reason else {}) | self.refused
         by_reason: dict[str, Break] = {}
         for path, text in why.items():
             inside = [inner for inner in why if inner != path and _within(inner, path)]
-            # A refusal is repeated by all modules around: the break is in the innermost.
+            # All enclosing modules repeat a refusal: the break is in the innermost.
             if any(why[inner] == text for inner in inside):
                 continue
             direct = [inner for inner in (*self.regions, *inside) if _within(inner, path)]
-            outermost = [one for one in direct if not any(_within(one, other) for other in direct)]
+            outermost = [p for p in direct if not any(_within(p, other) for other in direct)]
             kept_bytes = max(0, saved(path) - sum(map(saved, outermost)))
             known = by_reason.get(text)
             if known is None:
@@ -262,8 +262,8 @@ class Finder:
             else:
                 by_reason[text] = Break(known.module, text, known.kept_bytes + kept_bytes)
         # A break that keeps nothing costs nothing; the model's own says why there are regions.
-        costly = [one for one in by_reason.values() if one.kept_bytes or not one.module]
-        return tuple(sorted(costly, key=lambda one: -one.kept_bytes))
+        costly = [entry for entry in by_reason.values() if entry.kept_bytes or not entry.module]
+        return tuple(sorted(costly, key=lambda entry: -entry.kept_bytes))
 
 
 def _own_tensors(module: torch.nn.Module) -> bool:
@@ -286,10 +286,10 @@ def _within(path: str, other: str) -> bool:
 
 
 class StepObserver:
-    """Notes what is held outside of regions at each moment of a step that is measured.
+    """Records the bytes held outside of regions at each moment of a measured step.
 
-    look : an op, after which the tracker calls `heard`
-    gradients : returns the bytes of the parameters' gradients now
+    look : runs an op, after which the tracker calls `heard`
+    gradients : returns the current bytes of the parameters' gradients
     """
 
     def __init__(self, look: Callable[[], object], gradients: Callable[[], int]) -> None:
@@ -303,24 +303,24 @@ class StepObserver:
         self._forward: list[int] = []
         self._backward: dict[int, int] = {}
         self._over: set[int] = set()
-        # Per call the last node of its backward pass; paths of those that share an input.
+        # Per call the last node of its backward pass; paths of calls that share an input.
         self._last: dict[int, Any] = {}
         self.shared: set[str] = set()
 
     def heard(self, live_bytes: int) -> None:
-        """Note the live bytes after an op."""
+        """Record the live bytes after an op."""
         self._live = live_bytes
         if not self._running:
             self._most = max(self._most, live_bytes)
 
     def begins(self, path: str, kind: TracedCall, plan: int) -> int:
-        """Note that the forward pass of a call begins; return its number."""
+        """Record that the forward pass of a call begins; return the call's number."""
         self._forward.append(self._enter())
         self.calls.append((path, kind, plan))
         return len(self.calls) - 1
 
     def ended(self, call: int, outputs: Sequence[torch.Tensor], sections: int) -> None:
-        """Note that it has ended, and hook its backward pass."""
+        """Record that the forward pass of a call has ended, and hook its backward pass."""
         self._waiting_bytes += self._kept(call)
         self._leave()
         if not outputs:
@@ -335,7 +335,7 @@ class StepObserver:
         last.register_hook(lambda *_: self._ended_back(call))
 
     def returned(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Note the calls whose inputs other nodes have as well, once the forward pass has ended."""
+        """After the forward pass, record the calls whose inputs other nodes use as well."""
         edges: Counter[tuple[Any, int]] = Counter()
         waiting = [output.grad_fn for output in outputs]
         seen = {*waiting}
@@ -348,7 +348,7 @@ class StepObserver:
             waiting += new
         for call, last in self._last.items():
             edge_counts = Counter(edge for edge in last.next_functions if edge[0] is not None)
-            # A node with `variable` accumulates the gradient of a parameter, which is no input.
+            # A node with `variable` accumulates a parameter's gradient: that is not an input.
             if any(
                 edges[edge] > count and not hasattr(edge[0], "variable")
                 for edge, count in edge_counts.items()
@@ -360,7 +360,7 @@ class StepObserver:
         if call in self._backward:
             return
         self._backward[call] = moment = self._enter()
-        # The region's plan counts those that are laid out as traced, which it does not copy.
+        # The region's plan counts those in the traced layout, which it does not copy.
         planned = self.calls[call][1].traced.captured.output_gradients
         self._outside[moment] -= sum(
             gradient.nbytes
@@ -404,6 +404,6 @@ class StepObserver:
             np.array(outside, dtype=np.int64),
             np.array(self._forward, dtype=np.int64),
             np.array([self._backward.get(i, count) for i in range(len(self.calls))], np.int64),
-            # In the last moment new gradients are counted beside those there were before it.
+            # The last moment counts new gradients in addition to those before it.
             np.array([*self._gradients, *self._gradients[-1:]], dtype=np.int64),
         )

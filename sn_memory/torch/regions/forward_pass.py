@@ -1,9 +1,9 @@
-"""The calls of one forward pass as they come, compared with those that were planned for.
+"""The calls of one forward pass as they occur, compared with the planned ones.
 
-What a step will do is not known ahead: a layer may be skipped this time, an expert may get more
-rows. So each call that differs from the expected one changes the row of moments that the choice was
-made for, and if the budget would not be kept, the calls that are still to come take leaner plans. A
-pass that had more calls than any before is planned for from the next one on.
+What a step will do is not known in advance: a layer may be skipped this time, an expert may get
+more rows. So each call that differs from the expected one changes the timeline that the choice was
+made for, and if the budget would be exceeded, later calls take leaner plans. If a pass has more
+calls than any before, the next pass is planned with them.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .region import TracedCall
 class Chosen:
     """Calls of a step, and the plan that each takes.
 
-    calls : path of the module, and what was traced, in the order in which they come
-    choices, choice : their plans and the row of moments; and which of the plans each takes.
-    room_bytes : the largest peak that may be simulated: the budget, corrected by what was measured.
+    calls : path of the module, and what was traced, in the order of the calls
+    choices, choice : their plans and the timeline; the index of the plan that each takes.
+    room_bytes : limit for the simulated peak: the budget, corrected by measurements.
     """
 
     calls: Sequence[tuple[str, TracedCall]]
@@ -47,7 +47,7 @@ class Chosen:
         return [kind.plans[int(at)] for (_, kind), at in rows]
 
     def outside_bytes(self, kind: TracedCall) -> int:
-        """Return by how much a call of a kind raises what is held outside of regions."""
+        """Return by how much a call of a kind raises the bytes held outside of regions."""
         timeline = self.choices.timeline
         levels = timeline.outside[timeline.forward]
         increase = np.diff(levels, append=levels[-1:])
@@ -55,7 +55,7 @@ class Chosen:
         return max(0, *increases) if increases else kind.given_bytes
 
     def extended(self, more: Sequence[tuple[int, str, TracedCall]]) -> Chosen:
-        """Return a choice for a step with more calls, each after so many of these."""
+        """Return a choice for a step with more calls, each after a given number of these."""
         timeline, order = _with_calls(
             self.choices.timeline,
             [(after, self.outside_bytes(kind)) for after, _, kind in more],
@@ -67,13 +67,14 @@ class Chosen:
 
 
 def _with_calls(line: Timeline, more: Sequence[tuple[int, int]]) -> tuple[Timeline, list[int]]:
-    """Return a timeline with more calls, and the order of all calls, numbered as known, then more.
+    """Return a timeline with more calls, and the order of all calls: known numbers, then new ones.
 
-    more : per call after how many it comes, and what it holds outside until its backward pass
+    more : per new call, the number of calls before it, and the bytes that it adds outside of
+        regions until its backward pass
     """
     known = len(line.forward)
     outside = line.outside.tolist()
-    # Which pass of which call a moment is: places move as moments are inserted, tags do not.
+    # Pass and call of each moment: indices shift as moments are inserted, tags do not.
     tags: list[tuple[str, int] | None] = [None] * len(outside)
     for call in range(known):
         tags[line.forward[call]] = ("forward", call)
@@ -111,7 +112,7 @@ class ForwardPass:
     """One forward pass, and the plans that were chosen for it.
 
     leaner : whether calls took leaner plans than were chosen
-    more : calls that were not expected: after how many expected ones, the path, what was traced.
+    more : unexpected calls: the number of expected ones before it, the path, what was traced.
     """
 
     def __init__(self, chosen: Chosen) -> None:
@@ -120,8 +121,8 @@ class ForwardPass:
         self._at = 0
         # Replaced by copies at the first call that differs from the expected one.
         self._choices, self._choice = chosen.choices, chosen.choice
-        # Bytes of the inputs of calls so far and of those expected, and the part of their quotient
-        # that later calls are scaled by already. From 1, as inputs may have no bytes.
+        # Input bytes of the calls so far and of those expected, and the ratio by which later calls
+        # are already scaled. Starts at 1, as inputs may have no bytes.
         self._received, self._expected, self._scale = 1, 1, 1.0
         self.leaner = False
         self.more: list[tuple[int, str, TracedCall]] = []
@@ -132,10 +133,10 @@ class ForwardPass:
         self._seen[path] += 1
         chosen = self._chosen
         at = chosen.places.get((path, number), -1)
-        # One call more of this module than expected, or one in another order.
+        # One more call of this module than expected, or calls in another order.
         if at < self._at:
             return self._unexpected(path, kind)
-        # Those expected before it did not come.
+        # The calls expected before it did not occur.
         if at > self._at:
             self._own().leave_out(range(self._at, at))
         self._at = at + 1
@@ -155,15 +156,15 @@ class ForwardPass:
         return self._choices.peak(self._choice) > self._chosen.room_bytes
 
     def _own(self) -> Choices:
-        """Return the choices of this pass, which it may change."""
+        """Return this pass's own copy of the choices."""
         if self._choices is self._chosen.choices:
             self._choices, self._choice = self._choices.copied(), self._chosen.choice.copy()
         return self._choices
 
     def _replace(self, at: int, kind: TracedCall, expected: TracedCall) -> None:
-        """Count a call of another kind; later calls are expected to grow as those so far did."""
+        """Count a call of another kind; later calls are expected to grow like those so far."""
         choices = self._own()
-        # Of plans of the other kind, the one that keeps as much for each byte of its inputs.
+        # Of the other kind's plans, the one that keeps as much per byte of its inputs.
         wanted_bytes = choices.kept[at, self._choice[at]] * kind.given_bytes
         choices.set_plans(at, kind.plans)
         size = max(1, expected.given_bytes)
@@ -174,7 +175,7 @@ class ForwardPass:
         self._scale = scale
 
     def _unexpected(self, path: str, kind: TracedCall) -> int:
-        """Return the plan of a call that was not expected: the fastest that the budget allows."""
+        """Return the plan of an unexpected call: the fastest that the budget allows."""
         chosen, choices = self._chosen, self._own()
         self.more.append((self._at, path, kind))
         timeline = choices.timeline
@@ -194,7 +195,7 @@ class ForwardPass:
         return taken
 
     def _keep_budget(self, since: int) -> None:
-        """Let the calls from one on take leaner plans if the budget would not be kept."""
+        """Choose leaner plans for the calls from `since` on if the budget would be exceeded."""
         if self.above:
             leaner = self._choices.leaner(self._choice, self._chosen.room_bytes, since=since)
             self.leaner |= bool((leaner != self._choice).any())

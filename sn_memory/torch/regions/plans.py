@@ -1,9 +1,9 @@
 """The plans that a region may follow, from one that keeps everything to the leanest.
 
-A plan of a whole graph is judged by its peak. What a region keeps while other regions run counts as
-much, and the search knows no such number: so its graph gets one more op between the passes, with so
-much scratch that a plan within the budget keeps no more than is wanted. That op is removed from the
-plan again.
+A plan of a whole graph is judged by its peak. For a region, the bytes kept while other regions run
+matter as much, but the search has no such limit: so its graph gets one more op between the passes,
+with enough scratch that a plan within the budget keeps no more than intended. That op is removed
+from the plan afterwards.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..trace.record import View
 from ..trace.trace import Trace
 
 BETWEEN = "between the passes"
-# Targets of the search: what is kept, as shares of what is kept if nothing runs again; and lower
-# peaks, as shares of the peak then, each with shares of what is kept. Halves, as the next plan then
-# frees at most twice what is needed, and combinations of several regions fill the gaps.
+# Targets of the search: kept bytes, as shares of those kept if nothing runs again; and lower peaks,
+# as shares of the peak then, each with shares of kept bytes. Halves, as the next plan then frees at
+# most twice what is needed, and combinations of several regions fill the gaps.
 _KEPT = (0.75, 0.5, 0.25, 0.125, 0.0)
 _LOWER = ((0.75, (0.5, 0.0)), (0.5, (0.25, 0.0)), (0.25, (0.0,)))
 
@@ -34,11 +34,11 @@ Searched = Callable[[Graph, int], Plan]
 class RegionPlan:
     """A plan of a region, and what it adds to the step around it.
 
-    plan : of the region's graph
-    kept_bytes : what it holds from its forward to its backward pass, without its inputs
-    forward_bytes, backward_bytes : the most that either pass takes, without parameters and inputs,
-        with what is kept
-    extra_s : seconds beyond those of the region if nothing runs again
+    plan : for the region's graph
+    kept_bytes : held from its forward to its backward pass, without its inputs
+    forward_bytes, backward_bytes : peak of either pass, without parameters and inputs, including
+        what is kept
+    extra_s : seconds in addition to those of the region if nothing runs again
     """
 
     plan: Plan
@@ -53,29 +53,29 @@ class RegionPlan:
 
 
 def as_part(traced: Trace) -> Trace:
-    """Return the trace of a region, whose outputs are held by those that read them, not by it.
+    """Return the trace of a region, whose outputs are held by their readers, not by the region.
 
-    It may free them once they are returned, and compute them again for the backward pass.
+    It may free them once they are returned, and recompute them for the backward pass.
     """
     captured, graph = traced.captured, traced.graph
     inputs = captured.recording.roles
     returned = {view.storage for view in captured.outputs if isinstance(view, View)} - set(inputs)
-    handed = {name for name, number in traced.named.storage_of.items() if number in returned}
+    outputs = {name for name, number in traced.named.storage_of.items() if number in returned}
     # An output that shares its storage with a gradient stays.
-    handed -= {storage.name for storage in graph.storages if storage.role == "gradient"}
+    outputs -= {storage.name for storage in graph.storages if storage.role == "gradient"}
     storages = tuple(
-        replace(storage, keep=False, held=False) if storage.name in handed else storage
+        replace(storage, keep=False, held=False) if storage.name in outputs else storage
         for storage in graph.storages
     )
-    ops = tuple(replace(op, once=False) if handed & {*op.outputs} else op for op in graph.ops)
+    ops = tuple(replace(op, once=False) if outputs & {*op.outputs} else op for op in graph.ops)
     part = replace(graph, storages=storages, ops=ops)
     return replace(traced, named=replace(traced.named, graph=part))
 
 
 def frontier(graph: Graph, searched: Searched) -> list[RegionPlan]:
-    """Return plans of a region's graph, the fastest first; none is dominated by another.
+    """Return plans for a region's graph, the fastest first; none is dominated by another.
 
-    searched : plans a graph within bytes, or raises BudgetError
+    searched : plans a graph within a number of bytes, or raises BudgetError
     """
     keeps = keeping_all(graph)
     return useful([keeps, *_searched(graph, searched, keeps)])
@@ -99,7 +99,7 @@ def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[R
         for share in shares:
             kept_bytes = int(share * keeps.kept_bytes)
             scratch = room - held_anyway - kept_bytes
-            # Without scratch the op asks for nothing; and what was refused is refused in less room.
+            # Without scratch the op changes nothing; and a refused target fails in less room, too.
             if scratch <= 0 or kept_bytes >= refused_at:
                 continue
             try:
@@ -112,7 +112,7 @@ def _searched(graph: Graph, searched: Searched, keeps: RegionPlan) -> Iterator[R
 
 
 def with_scratch_between(graph: Graph, scratch_bytes: int) -> Graph:
-    """Return a graph with an op that takes so much scratch between its passes."""
+    """Return a graph with an op between its passes that takes this much scratch."""
     at = graph.op_index[LOSS] + 1
     between = Op(
         BETWEEN,
@@ -133,7 +133,7 @@ def without_between(plan: Plan) -> Plan:
 
 
 def priced(graph: Graph, plan: Plan) -> RegionPlan:
-    """Return a plan with its bytes and seconds on a graph; PlanError if it is of another graph."""
+    """Return a plan with its bytes and seconds on a graph; PlanError if it is for another one."""
     carried = carry_out(graph, plan)
     live, base = carried.live_bytes, graph.base_bytes
     loss = plan.actions.index(("run", LOSS, 0))
@@ -172,13 +172,13 @@ def _resident(graph: Graph) -> set[str]:
 
 
 def inner_bytes(graph: Graph) -> int:
-    """Return what a graph keeps between its passes, without inputs and outputs."""
+    """Return the bytes that a graph keeps between its passes, without inputs and outputs."""
     kept = _kept_bytes(graph, policy("liveness")(graph, budget_bytes=None))
-    handed = {*graph.ops[graph.op_index[LOSS]].inputs}
+    outputs = {*graph.ops[graph.op_index[LOSS]].inputs}
     backward = (op for op in graph.ops if op.phase == "backward" and op.name != LOSS)
     read = {name for op in backward for name in op.inputs}
     sizes = _sizes(graph)
-    return kept - sum(sizes[name] for name in handed & read - _resident(graph))
+    return kept - sum(sizes[name] for name in outputs & read - _resident(graph))
 
 
 def useful(plans: list[RegionPlan]) -> list[RegionPlan]:
@@ -186,7 +186,7 @@ def useful(plans: list[RegionPlan]) -> list[RegionPlan]:
     best: list[RegionPlan] = []
     for plan in sorted(plans, key=lambda plan: (plan.extra_s, *plan.sizes)):
         if not any(
-            all(mine <= its for mine, its in zip(other.sizes, plan.sizes, strict=True))
+            all(size <= limit for size, limit in zip(other.sizes, plan.sizes, strict=True))
             for other in best
         ):
             best.append(plan)

@@ -1,7 +1,7 @@
-"""A region: the calls of one module, each traced whole and run by a plan of its own graph.
+"""A region: the calls of one module, each traced as a whole and run by a plan of its own graph.
 
-Modules that are alike share what was traced: the same class, the same tensors, and the same values
-of what the trace read, as `model/guards.py` compares them for a whole model.
+Modules that are alike share traces: they have the same class, tensors of the same forms, and the
+same values of what the trace read, compared as `model/guards.py` does for a whole model.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .plans import RegionPlan, as_part, keeping_all, priced, useful
 # How many kinds of calls are remembered for modules that are alike: an expert, for example, gets
 # another number of rows each time.
 _KINDS = 1024
-# By number of the output, for gradients that are laid out otherwise: the order of dimensions.
+# By index of the output, for gradients with another layout: the order of dimensions.
 Arriving = dict[int, tuple[int, ...]]
 
 
 @dataclass(eq=False)
 class TracedCall:
-    """A call that was traced, with the plans it may follow.
+    """A traced call, with the plans it may follow.
 
     traced : the region's step
-    call : how its arguments were written
+    call : layout of its arguments
     plans : the fastest first
     given_bytes : bytes of its inputs
     """
@@ -61,38 +61,38 @@ class TracedCall:
     def of(
         cls, traced: Trace, arguments: Arguments, others: Sequence[TracedCall] = ()
     ) -> TracedCall:
-        """Return a call with plans that take no search; others : calls of the same modules."""
+        """Return a call with plans made without a search; others : calls of the same modules."""
         size = given_bytes(arguments)
         plans = plans_at_once(traced.graph, others, size)
         return cls(traced, call_layout(arguments), plans, size)
 
     def replay(self, plan: int) -> Replay:
-        """Return what runs one of its plans."""
-        # Kept: a Replay checks its first run, and generates code for the next ones.
+        """Return the Replay of one of its plans."""
+        # Cached: a Replay checks its first run, and generates code for the next ones.
         if plan not in self._replays:
             self._replays[plan] = Replay(self.traced, self.plans[plan].plan, part=True)
         return self._replays[plan]
 
     def replan(self, plans: list[RegionPlan]) -> None:
-        """Offer other plans from now on."""
+        """Replace the plans."""
         self.plans = plans
         self._replays.clear()
 
     @property
     def leanest(self) -> int:
-        """The plan that keeps least between the passes; of several, the one that takes least."""
-        places = range(len(self.plans))
-        return min(places, key=lambda at: (self.plans[at].kept_bytes, max(self.plans[at].sizes)))
+        """Index of the plan that keeps least between the passes; ties: the smallest peak."""
+        indices = range(len(self.plans))
+        return min(indices, key=lambda i: (self.plans[i].kept_bytes, max(self.plans[i].sizes)))
 
 
 @dataclass
 class Alike:
-    """What modules that are alike share.
+    """State shared by modules that are alike.
 
     guards : what the traces depend on
-    kinds : per call, what was traced; None for calls that keep too little.
-    refused : calls that came while training and could not be traced: they run again as a whole.
-    shares_inputs : whether other ops were seen to have the same inputs
+    kinds : per call signature, what was traced; None for calls that keep too little.
+    refused : calls during training that could not be traced: they run again as a whole.
+    shares_inputs : whether other ops were observed to use the same inputs
     """
 
     guards: GuardCache = field(default_factory=GuardCache)
@@ -110,9 +110,9 @@ class Region:
     """A module whose calls run planned.
 
     path : of the module
-    alike : what it shares with others
-    arriving : how gradients of its outputs were seen to be laid out, which may differ between
-        layers that are alike.
+    alike : state shared with modules that are alike
+    arriving : observed layouts of the gradients of its outputs, which may differ between layers
+        that are alike.
     """
 
     def __init__(self, path: str, alike: Alike, arriving: Arriving | None = None) -> None:
@@ -121,9 +121,9 @@ class Region:
         self._guards = GuardCache(alike.guards)
 
     def lookup(self, module: torch.nn.Module, arguments: Arguments) -> Lookup:
-        """Return the kind of a call, and the tensors that the module has."""
+        """Return the kind of a call, and the module's tensors."""
         shared = self.alike.guards
-        # A trace of a module that is alike may have added reads.
+        # A trace of another module of the group may have added reads.
         if (
             self._guards.reads is not shared.reads
             or self._guards.value_guards != shared.value_guards
@@ -138,7 +138,7 @@ class Region:
         signature: InputSignature,
         kind: TracedCall,
     ) -> None:
-        """Keep what was traced for a call."""
+        """Store what was traced for a call."""
         captured, kinds = kind.traced.captured, self.alike.kinds
         added = self.alike.guards.add(signature, module, arguments, captured.reads, captured.looked)
         if len(kinds) >= _KINDS:
@@ -147,7 +147,7 @@ class Region:
 
 
 def structure(module: torch.nn.Module) -> Hashable:
-    """Return what modules that share traces have in common: classes, and forms of tensors."""
+    """Return what modules must have in common to share traces: classes, and forms of tensors."""
 
     def forms(named: Any) -> tuple[Hashable, ...]:
         return tuple(
@@ -169,7 +169,7 @@ def traced_call(
     arriving: Arriving | None = None,
     shares_inputs: bool = False,
 ) -> Trace:
-    """Trace a call of a module as a part of a step; raises TraceError where it is no region."""
+    """Trace a call of a module as part of a step; raises TraceError if it is not a region."""
     unseen = changeable(*arguments)
     if unseen:
         raise TraceError(
@@ -189,7 +189,7 @@ def traced_call(
     with _disable_current_modes(), outside_saved_tensors_hooks(), torch.enable_grad():
         traced = trace(module, inputs, **settings)
         if not all(traced.captured.ends):
-            # A trace takes an output named loss for the only end; here others are used as well.
+            # By default only an output named loss gets a gradient; here others may as well.
             ends = (True,) * len(traced.captured.ends)
             traced = trace(module, inputs, ends=ends, **settings)
         if arriving:
@@ -219,17 +219,17 @@ def _strides(size: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 def _check_border(traced: Trace) -> None:
-    """Refuse a region that returns memory which others have as well.
+    """Refuse a region that returns memory which is used outside as well.
 
-    autograd tracks in-place changes of views by their base, which would be outside of the region.
+    Autograd tracks in-place changes of views by their base, which would be outside of the region.
     """
     captured = traced.captured
     views = [view for view in captured.outputs if isinstance(view, View)]
     shared = {view.storage for view in views} & set(captured.recording.roles)
     if shared or len({view.storage for view in views}) < len(views):
         raise TraceError(
-            "it returns a view of what it is given, or two of one memory, which a region cannot "
-            "hand out. Return a copy."
+            "it returns a view of an input, or two tensors that share memory, which a region "
+            "cannot return. Return a copy."
         )
     outputs = [*captured.outputs]
     if any(not isinstance(output, View) and torch.is_tensor(output) for output in outputs):
@@ -237,7 +237,7 @@ def _check_border(traced: Trace) -> None:
 
 
 def plans_at_once(graph: Graph, others: Sequence[TracedCall], size: int) -> list[RegionPlan]:
-    """Return plans of a call without a search: those of the call most like it, carried over.
+    """Return plans of a call without a search: those of the most similar call.
 
     others : calls of the same modules; size : bytes of its inputs
     """
@@ -247,7 +247,7 @@ def plans_at_once(graph: Graph, others: Sequence[TracedCall], size: int) -> list
         for plan in nearest.plans:
             try:
                 plans.append(priced(graph, plan.plan))
-            # It has other ops: the module took another branch.
+            # The graphs have different ops: the module took another branch.
             except PlanError:
                 break
     if len(plans) == 1:
@@ -268,26 +268,26 @@ def wants_gradient(module: torch.nn.Module, arguments: Arguments) -> bool:
 
 
 def outputs_of(returned: Any) -> list[torch.Tensor]:
-    """Return the tensors with a history in what a region returned."""
+    """Return the tensors with a `grad_fn` among what a region returned."""
     flat = tree_flatten(returned)[0]
     return [leaf for leaf in flat if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
 
 
 def as_written() -> bool:
-    """Whether a call here runs as it is written: nothing is saved, or others transform it."""
+    """Whether a call here runs unplanned: nothing is saved, or it is compiled or transformed."""
     if not torch.is_grad_enabled() or torch.compiler.is_compiling() or transformed():
         return True
-    # A checkpoint of the user's runs everything inside again, and cannot drop what a plan keeps.
+    # A user's checkpoint runs everything inside again, and cannot drop what a plan keeps.
     return inside_checkpoint()
 
 
 @dataclass(frozen=True)
 class Break:
-    """A module that runs as it was written.
+    """A module that runs unplanned.
 
     module : its path; empty for the model.
     why : the op and its line, and what to change
-    kept_bytes : what it saves for the backward pass outside of the regions in it
+    kept_bytes : bytes it saves for the backward pass outside of its regions
     """
 
     module: str

@@ -1,4 +1,4 @@
-"""How a model is planned by regions: they are found and observed, plans are chosen and measured."""
+"""Planning by regions: find and observe them, then choose and measure their plans."""
 
 from __future__ import annotations
 
@@ -38,19 +38,18 @@ from .plans import RegionPlan, frontier
 from .region import Arriving, TracedCall, plans_at_once, structure, traced_call
 from .step import RegionsBudgetError, RegionsPlan, RegionStep
 
-# If what runs depends on random numbers: with how many seeds it is observed, and on how many runs,
-# those that keep most, a choice is measured.
+# If random numbers decide what runs: the number of seeds observed, and the number of runs, those
+# that keep most, on which a choice is measured.
 _SEEDS, _MEASURED = 16, 3
-# If so many runs keep the same, random numbers decide nothing, and one run is enough.
+# If this many runs keep the same, random numbers decide nothing, and one run is enough.
 _ALIKE = 5
-# How often at most regions are traced anew with layouts that were observed, and choices made anew
-# with peaks that were measured.
+# Limit on retracing regions with observed layouts, and on repeating choices with measured peaks.
 _ROUNDS = 8
-# Searches for a region's plans (`plans.frontier`), and the most seconds of one: a layer of a
-# transformer, 90 ops, is searched to the end in half a second.
+# Searches for a region's plans (`plans.frontier`), and the most seconds of one: the search for a
+# transformer layer of 90 ops ends in half a second.
 _SEARCHES = 10
 _ENOUGH_S, _OPS_A_SECOND = 0.5, 100
-# If fewer plans can be carried over, the call has other ops, and a search of its own.
+# If fewer plans can be reused, the call has other ops, and gets its own search.
 _FEW = 3
 # If a measured choice leaves this part of the budget unused, another is made with that room.
 _UNUSED = 0.02
@@ -58,10 +57,10 @@ _UNUSED = 0.02
 
 @dataclass(frozen=True)
 class RegionOptions:
-    """How to plan by regions; see PlanOptions.
+    """Options for planning by regions; see PlanOptions.
 
     searched : plans a graph within bytes and seconds, or raises BudgetError
-    why : why the model is not planned whole
+    why : why the model is not planned as a whole
     safely : for an input that may not fit without a plan: the model's own step is not run, and if
         no choice keeps the budget the one with the smallest peak is returned.
     alike : more samples of the same shapes, whose values may decide what runs
@@ -86,7 +85,7 @@ class Run(NamedTuple):
 
 
 def region_step(model: torch.nn.Module, arguments: Arguments, options: RegionOptions) -> RegionStep:
-    """Plan a model by regions; it is left as it was.
+    """Plan a model by regions; it is left unchanged.
 
     Raises TraceError if no part of it is a region.
     Raises BudgetError if no choice keeps the budget on each of the samples, unless `safely`.
@@ -102,7 +101,7 @@ class _Search:
         if not options.why:
             self.options = replace(options, why=_refusal(model, arguments))
         self.probe = Probe(model, arguments)
-        # Per sample its runs, the one that keeps most first.
+        # The runs of each sample, the one that keeps most first.
         self.runs = [[Run(sample, None)] for sample in (arguments, *options.alike)]
 
     def step(self) -> RegionStep:
@@ -114,8 +113,8 @@ class _Search:
         baseline = self._baseline()
         self.seconds = baseline.seconds if baseline else 0.0
         report_progress("trial", 0, 1)
-        # A choice is made for the sample that needs most where nothing runs again, and measured on
-        # all.
+        # A choice is made for the sample that needs most if nothing runs again, and measured on
+        # all samples.
         peak, observer, leanest = max(
             (self._most(step, runs[0]) for runs in self.runs), key=lambda most: most[0]
         )
@@ -130,7 +129,7 @@ class _Search:
             breaks=finder.breaks(self._saved, self.options.why),
         )  # fmt: skip
         chosen = _Choosing(self, step, observer.calls, timeline, base).measured(budget)
-        # From here on its steps are the user's, and may warn.
+        # From here on the user runs its steps, and they may warn.
         chosen.warned = set()
         return chosen
 
@@ -151,9 +150,9 @@ class _Search:
         return does.saved_bytes + does.saved_input_bytes
 
     def _surveyed(self) -> tuple[Finder, Sequence[tuple[str, TracedCall, int]]]:
-        """Return who found the regions, and the calls of a step; order the runs.
+        """Return the Finder of the regions, and the calls of a step; order the runs.
 
-        They are traced anew until results lie, and gradients come, as was traced.
+        Regions are retraced until results and gradients have the traced layouts.
         """
         layouts: Layouts = {}
         arriving: dict[str, Arriving] = {}
@@ -169,7 +168,7 @@ class _Search:
                     "no part of the model can be traced whole: "
                     f"{next(iter(finder.refused.values()), 'it has no modules inside')}"
                 )
-            # Before the step is observed: modules that run as written pass gradients on as written.
+            # Before the step is observed: modules that run unplanned affect gradient layouts.
             finder.leave_small(finder.calls)
             new_layouts: Layouts = {}
             run = Run(self.arguments, None)
@@ -199,7 +198,7 @@ class _Search:
     def _seeded(
         self, finder: Finder, arguments: Arguments, seeds: Sequence[int | None]
     ) -> list[Run]:
-        """Find regions in runs of a sample; return these, the one that keeps most first."""
+        """Find regions in runs of a sample; return the runs, the one that keeps most first."""
         kept_bytes: dict[int | None, int] = {}
         for number in seeds:
             with self._restored(arguments):
@@ -232,9 +231,9 @@ class _Search:
     def _observed(
         self, step: RegionStep, run: Run, *, counted: bool = True
     ) -> tuple[StepObserver, Measured]:
-        """Run a step in which all calls take their leanest plans; return what was observed.
+        """Run a step in which all calls take their leanest plans; return the observations.
 
-        counted : whether bytes are counted, which takes a millisecond an op
+        counted : whether bytes are counted, which takes a millisecond per op
         """
         observer = StepObserver(lambda: torch.empty(0), lambda: gradient_bytes(self.model))
         step.observer = observer
@@ -250,16 +249,16 @@ class _Search:
         return observer, measured
 
     def _measured(self, forward: Callable[..., Any], run: Run, **how: Any) -> Measured:
-        """Run and measure a step as `run_step` does; put everything back."""
+        """Run and measure a step with `run_step`; restore everything."""
         with self._restored(run.arguments):
             seed(self.model, run.seed)
             measured = run_step(forward, self.model, run.arguments, **how)
         return replace(measured, results={})
 
     def _baseline(self) -> Measured | None:
-        """Return the model's own step; None where it may not fit."""
+        """Return the model's own step; None if it may not fit."""
         parameter_bytes = sum(param.nbytes for param in self.model.parameters())
-        # Parameters, their gradients, and what is saved: a little less than its peak.
+        # Parameters, their gradients, and saved tensors: a little less than its peak.
         needed_bytes = 2 * parameter_bytes + self.probe.saved_bytes
         if self.options.safely or not enough_memory(needed_bytes, device_of(self.model)):
             return None
@@ -267,12 +266,12 @@ class _Search:
         return max(steps, key=lambda step: step.peak_bytes)
 
     def run(self, forward: Callable[..., Any], run: Run) -> Measured:
-        """Return a measured step; its peak is with what is resident."""
+        """Return a measured step; its peak includes resident bytes."""
         measured = self._measured(forward, run, kernels=device_of(self.model).type == "cpu")
         return replace(measured, peak_bytes=measured.peak_bytes + self.options.resident_bytes)
 
     def _plan_kinds(self, finder: Finder, calls: Sequence[tuple[str, TracedCall, int]]) -> None:
-        """Search plans for what was traced; modules that keep too little run as written."""
+        """Search plans for the traced calls; modules that keep too little run unplanned."""
         finder.leave_small([(path, kind) for path, kind, _ in calls])
         groups = [alike.traced for alike in finder.groups]
         limit_s = self.options.time_limit_s / len(groups) / _SEARCHES
@@ -285,7 +284,7 @@ class _Search:
         known: dict[Hashable, list[RegionPlan]] = {}
         for index, kinds in enumerate(groups):
             report_progress("search", index, len(groups))
-            # The largest call is searched for; calls with the same ops take its plans.
+            # Plans are searched for the largest call; calls with the same ops reuse them.
             planned: list[TracedCall] = []
             for kind in sorted(kinds, key=lambda kind: -kind.given_bytes):
                 graph = kind.traced.graph
@@ -298,7 +297,7 @@ class _Search:
 
 
 def _refusal(model: torch.nn.Module, arguments: Arguments) -> str:
-    """Return why a model cannot be traced whole; nothing if it can."""
+    """Return why a model cannot be traced as a whole; empty if it can."""
     try:
         with restore_rng_state():
             traced_call(model, arguments, layouts=None, profile=False, device=None)
@@ -324,7 +323,7 @@ class _Choosing:
         self.choices = Choices(self.timeline, [kind.plans for _, kind, _ in calls])
 
     def chosen(self, room_bytes: int) -> RegionStep:
-        """Return a step that follows the choice for a peak of so many bytes."""
+        """Return a step that follows the choice for a peak of at most `room_bytes`."""
         choice = self.choices.solve(room_bytes)
         calls = [(path, kind) for path, kind, _ in self.calls]
         step = self.step.copied()
@@ -337,7 +336,7 @@ class _Choosing:
         return step
 
     def _for_gradients_of(self, step: RegionStep, held_bytes: int) -> RegionStep:
-        """Return a step for parameters with gradients: new ones are added to these and freed."""
+        """Return a step for parameters with gradients, into which new ones are accumulated."""
         assert step.chosen is not None
         assert self.timeline.gradients is not None
         outside = self.timeline.outside - self.timeline.gradients + held_bytes
@@ -391,8 +390,9 @@ class _Choosing:
                 best = step
             if excess <= 0 and (-excess < _UNUSED * budget_bytes or not choice.any()):
                 break
-            # Measured and simulated peak will differ as much for the next choice: so the room is
-            # corrected by that. If more is simulated than fits whatever is chosen, by the smaller.
+            # The room is corrected by the difference of measured and simulated peak, which is
+            # expected to be the same for the next choice. If even the simulated peak exceeds the
+            # room, the smaller of both is corrected.
             predicted = step.plan.predicted_peak_bytes
             room = (predicted if excess <= 0 else min(room, predicted)) - excess
             if excess > 0 and (room < 0 or attempt == _ROUNDS - 2):
@@ -411,8 +411,8 @@ class _Choosing:
         return RegionsBudgetError(
             f"with a plan for each region the model needs {show_bytes(peak)} on the sample, and "
             f"{show_bytes(best.plan.outside_bytes)} are held outside of regions; the "
-            f"{budget_line(budget_bytes, peak)}. The nearest that can be had is {peak} "
-            f"bytes{share}. Raise the budget, make the batch smaller, or lose a break.{where}",
+            f"{budget_line(budget_bytes, peak)}. The smallest budget found is {peak} "
+            f"bytes{share}. Raise the budget, make the batch smaller, or remove a break.{where}",
             peak_bytes=peak,
             budget_bytes=budget_bytes,
             op=best.plan.peak_op,

@@ -1,9 +1,9 @@
-"""A step in which regions run planned, and what lies between them runs as the user wrote it.
+"""A step in which regions run planned, and the code between them runs unchanged.
 
 The forwards of the regions' modules are replaced during one forward pass. A call takes the plan
-that was chosen for it. Where the step takes another path than planned for - a layer is not
-skipped this time, an expert gets more rows - what is held beyond that is counted call by call, and
-calls take leaner plans as soon as the budget would not be kept.
+that was chosen for it. If the step takes another path than planned - a layer is not skipped this
+time, an expert gets more rows - additional bytes are counted call by call, and calls take leaner
+plans as soon as the budget would be exceeded.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SHOWN = 3
 class RegionsBudgetError(BudgetError):
     """No choice of plans for regions keeps the budget.
 
-    outside_bytes : what is held outside of regions when the backward pass begins
+    outside_bytes : bytes held outside of regions when the backward pass begins
     """
 
     def __init__(self, message: str, *, outside_bytes: int, **rest: Any) -> None:
@@ -60,20 +60,19 @@ class RegionsBudgetError(BudgetError):
 
 @dataclass(frozen=True, repr=False)
 class RegionsPlan(MeasuredPlan):
-    """Which plan each call of a region takes, and what a step with all of them needs.
+    """The plan that each call of a region takes, and what a step with all of them needs.
 
-    choices : per call of a region: whether something of it runs again, what it keeps, seconds of
+    choices : per call of a region: whether part of it runs again, bytes it keeps, seconds of
         reruns.
-    baseline_peak_bytes : simulated where the step without the plan was not run
+    baseline_peak_bytes : simulated if the step without the plan was not run
     predicted_peak_bytes : simulated
-    lower_bound_seconds : of any choice of these plans within the budget, for the calls that were
-        seen
-    breaks : what is no region, and why
-    outside_bytes : what is held outside of regions when the backward pass begins, parameters
+    lower_bound_seconds : of any choice of these plans within the budget, for the observed calls
+    breaks : modules that are not regions, and why
+    outside_bytes : bytes held outside of regions when the backward pass begins, parameters
         included
-    leaner_steps, over_steps : steps of another path in which calls took leaner plans; those of
-        them that were above the budget nevertheless.
-    notes : what users should know of it
+    leaner_steps, over_steps : steps on another path in which calls took leaner plans; those of
+        them that exceeded the budget nevertheless.
+    notes : what users should know about the plan
     """
 
     predicted_peak_bytes: int = 0
@@ -86,7 +85,7 @@ class RegionsPlan(MeasuredPlan):
 
     @property
     def gap(self) -> float:
-        """How far its seconds are above the lower bound, as a fraction of that."""
+        """Relative distance of its seconds to the lower bound."""
         bound = self.lower_bound_seconds
         return max(0.0, self.seconds / bound - 1) if bound > 0 else 0.0
 
@@ -133,7 +132,7 @@ class RegionStep(MeasuredStep):
     backend = "regions"
     hidden_from_hooks = "do not see what its regions keep for the backward pass within the budget"
     plan: RegionsPlan
-    # Returns a step for parameters that have gradients of so many bytes when it begins.
+    # Returns a step for parameters whose gradients take this many bytes when it begins.
     with_gradients: Callable[[int], RegionStep]
 
     def __init__(
@@ -147,9 +146,9 @@ class RegionStep(MeasuredStep):
         super().__init__()
         self.regions, self.reads, self.sets = regions, reads, sets
         self.resident_bytes = resident_bytes
-        # Of the plain class: the planned model's own forward calls this step.
+        # From the plain class: the planned model's own forward calls this step.
         self._forward = type(model).forward
-        # The plans of the calls; without, all take their leanest.
+        # The plans of the calls; None: all take their leanest.
         self.chosen: Chosen | None = None
         self.observer: StepObserver | None = None
         self.time = TimeToPlan()
@@ -158,7 +157,7 @@ class RegionStep(MeasuredStep):
 
     @property
     def known(self) -> list[torch.Tensor]:  # type: ignore[override]
-        """Constants of the traces: tensors that no module holds."""
+        """Constants of the traces: tensors that are not held by any module."""
         kinds = {id(kind): kind for region in self.regions.values() for kind in region.alike.traced}
         return [
             tensor
@@ -169,7 +168,7 @@ class RegionStep(MeasuredStep):
     def copied(self) -> RegionStep:
         """Return a step with the same regions, which may follow other plans."""
         other = copy(self)
-        # Forward passes of this one that wait are not the other's.
+        # Pending forward passes of this step do not count for the other.
         other._passes = WeakSet()
         return other
 
@@ -193,7 +192,7 @@ class RegionStep(MeasuredStep):
             over = self.plan.over_steps + above
             self.plan = replace(self.plan, leaner_steps=steps, over_steps=over)
             if above and current.more and self.chosen is not None:
-                # Such a pass is planned for from its first call on, the next time.
+                # The next such pass is planned from its first call on.
                 self.chosen = self.chosen.extended(current.more)
         self.follow(model, returned)
         return returned
@@ -208,7 +207,7 @@ class RegionStep(MeasuredStep):
         original, thread = module.forward, threading.get_ident()
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            # Another thread that calls the module has a pass of its own.
+            # Another thread that calls the module has its own pass.
             own = threading.get_ident() == thread and not as_written()
             if not own or not wants_gradient(module, (args, kwargs)):
                 return original(*args, **kwargs)
@@ -243,7 +242,7 @@ class RegionStep(MeasuredStep):
         """Run a call by one of its plans."""
         args, kwargs = as_sampled(module, kind.call, arguments)
         replay = kind.replay(plan)
-        # Filled with results that a kernel lays out otherwise, which are copied in this pass.
+        # Filled with layouts of results that differ from the trace; they are copied in this pass.
         replay.layouts = {} if self.layouts is None else self.layouts
         if self.observer is None:
             return replay.run(module, args, kwargs, call)
@@ -259,9 +258,9 @@ class RegionStep(MeasuredStep):
         arguments: Arguments,
         signature: InputSignature,
     ) -> None:
-        """Trace a call that comes for the first time."""
+        """Trace a call that occurs for the first time."""
         others = region.alike.traced
-        # Without time it runs again as a whole, and is traced once there is some.
+        # Without time left it runs again as a whole, and is traced in a later step.
         if signature in region.alike.refused or not self.time.left():
             return
         device = others[0].traced.graph.device
@@ -278,7 +277,7 @@ class RegionStep(MeasuredStep):
                     shares_inputs=region.alike.shares_inputs,
                 )
             region.add(module, arguments, signature, TracedCall.of(traced, arguments, others))
-        # Whatever it is, the module runs again as a whole in such calls.
+        # On any error, the module runs again as a whole in such calls.
         except Exception:  # noqa: BLE001
             region.alike.refused.add(signature)
         finally:
@@ -286,7 +285,7 @@ class RegionStep(MeasuredStep):
 
 
 class _FirstOnly:
-    """The further derivatives of a region, of which there are none; see `PlainStep`."""
+    """Stand-in for `PlainStep`: a region has no higher derivatives."""
 
     def __init__(self, region: Region, kind: TracedCall, warned: set[str]) -> None:
         self._region, self._kind, self._warned = region, kind, warned
@@ -295,14 +294,14 @@ class _FirstOnly:
         return
 
     def arrived(self, gradient: torch.Tensor, planned: View) -> None:
-        """Note how the gradient of an output is laid out, and warn of it once in training."""
+        """Record the layout of an output's gradient, and warn about it once in training."""
         text = other_layout(gradient, planned.stride)
         if not text:
             return
         place = self._kind.traced.captured.output_gradients.index(planned)
         order = order_of(gradient)
         if order is not None:
-            # Later traces of this region expect it so.
+            # Later traces of this region expect this layout.
             self._region.arriving.setdefault(place, order)
         if "measured" not in self._warned and "layout" not in self._warned:
             self._warned.add("layout")
@@ -314,7 +313,7 @@ class _FirstOnly:
     def gradients(self, wanted: Any, arrived: Any) -> Any:
         raise ReplayError(
             "gradients of gradients or several at a time (create_graph=True, vmap, forward-mode "
-            f"AD) are asked for, and {self._region.path!r} ran as a region of its own, which "
+            f"AD) are requested, but {self._region.path!r} ran as a planned region, which "
             "computes one gradient. Plan with backend='modules', or call the model as it was "
             "before planning."
         )

@@ -1,1 +1,1 @@
-"""What is known of the device a plan is for, present or named: memory, kernels, scratch."""
+"""The device that a plan is for, present or only named: memory, kernels, scratch."""

@@ -1,14 +1,13 @@
-"""torch's allocator in this process: replacing it by the placing allocator, and pools for steps.
+"""torch's allocator in this process: replacement by the placing allocator, and pools of steps.
 
-By default torch's caching allocator allocates tensors, and plans follow its rules.
-`use_placing_allocator` replaces it by ours, which places the tensors of a step at packed addresses.
+By default torch's caching allocator serves tensors, and plans follow its rules. With
+`use_placing_allocator` it is ours, which puts the tensors of a step at packed addresses.
 
-
-The program's other allocations are never between the tensors of a step, as those come from their
-own pool, which can be released entirely. torch routes a thread's allocations to a pool, not the
-program's: each part of a step enters the pool in its own thread (autograd's in the backward pass),
-and only while it runs. Gradients of parameters come from the pool and outlive the step: until they
-are freed, their part of it stays.
+Other allocations of the program are never between the tensors of a step, as those come from a
+separate pool, which can be released as a whole. torch routes the allocations of a thread to a pool,
+not those of the program: code that runs a part of a step enters the pool in its own thread (in the
+backward pass, autograd's), and only while that part runs. Gradients of parameters come from the
+pool and outlive the step: until they are freed, their part of it stays.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 from ...pool.placing import PlacingAllocator, PlacingStatistics, library_path
 from .accelerator import COUNTED, module_of
 
-# The functions of the library, by the hook of torch's allocator.
+# Our library's functions, by the hooks of torch's allocator for which they are set.
 _HOOKS: Final = {
     "set_reset_fn": "trim",  # empty_cache
     "set_record_stream_fn": "record_stream",
@@ -37,15 +36,15 @@ _NO_POOL: Final = nullcontext()
 def use_placing_allocator() -> None:
     """Make torch use sn_memory's placing allocator on CUDA, for the rest of the process.
 
-    Steps of planned models then use packed addresses: what is reserved for them is the height of
-    their packing, while torch's own allocator reserves up to 45 % more. The statistics of torch's
-    allocator are lost: `torch.cuda.memory_stats` and everything based on it raise errors, and so do
+    Steps of planned models then use packed addresses: the height of their packing is reserved for
+    them, whereas torch's own allocator reserves up to 45 % more. Statistics of torch's own
+    allocator are lost: `torch.cuda.memory_stats` and all that depends on it raise errors, and so do
     CUDA graphs and `MemPool`. Use `placing_statistics` instead. See docs/pool.md.
 
     Raises
     ------
     RuntimeError
-        If CUDA is already in use, this torch has no CUDA, or the library was not built.
+        If CUDA is in use already, this torch has no CUDA, or the library was not built.
     """
     global _active
     if _active is not None:
@@ -75,18 +74,18 @@ def use_placing_allocator() -> None:
     except BaseException:
         memory.close()
         raise
-    # torch cannot return to its own allocator.
+    # Now it is torch's allocator for good: torch cannot switch back.
     _active = memory
     COUNTED[_DEVICE_TYPE] = Counts(memory)
 
 
 def active(device: torch.device | None = None) -> PlacingAllocator | None:
-    """Return the placing allocator if torch uses it, and uses it for `device`, if given."""
+    """Return the placing allocator if it is torch's, and serves the device, if one is given."""
     return _active if device is None or device.type == _DEVICE_TYPE else None
 
 
 def placing_statistics(device: torch.device | str | int | None = None) -> PlacingStatistics:
-    """Return the placing allocator's statistics on a device; default: the current one.
+    """Return the placing allocator's statistics of a device; default: the current one.
 
     Raises RuntimeError if it is not torch's allocator.
     """
@@ -99,7 +98,7 @@ def placing_statistics(device: torch.device | str | int | None = None) -> Placin
 
 
 def index_of(device: torch.device | str | int | None) -> int:
-    """Return the index of a CUDA device; the current one's if none or without an index."""
+    """Return the index of a CUDA device; for None, or without an index, the current one's."""
     if isinstance(device, int):
         return device
     number = None if device is None else torch.device(device).index
@@ -107,13 +106,13 @@ def index_of(device: torch.device | str | int | None) -> int:
 
 
 def stream_of(device: torch.device) -> int:
-    """Return the stream that this thread runs on, as the allocator is told of it."""
+    """Return the handle of this thread's current stream, as the allocator receives it."""
     stream: int = torch.cuda.current_stream(device).cuda_stream
     return stream
 
 
 class Counts:
-    """The functions of `torch.cuda` that count memory, by the placing allocator's statistics."""
+    """The memory counters of `torch.cuda`, implemented by the placing allocator's statistics."""
 
     def __init__(self, memory: PlacingAllocator) -> None:
         self._memory = memory
@@ -132,7 +131,7 @@ class Counts:
 
 
 class StepPool:
-    """The memory pool of a device for the steps of one planned model, created at first use."""
+    """A memory pool on a device for the steps of one planned model, created when first needed."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -145,9 +144,9 @@ class StepPool:
     ) -> AbstractContextManager[Any]:
         """Return the context in which this thread allocates from the pool.
 
-        first_bytes : of the initial free segment of torch's pool. If another step requested a
-            smaller one, there is a new pool, and the old one is freed with the tensors in it.
-        step, begins : which step of the model this is a part of, and whether it is the first part
+        first_bytes : size of the free segment with which torch's pool begins. If an earlier step
+            needed less, a new pool is made, and the old one is freed with the tensors in it.
+        step, begins : the step of the model that this is a part of, and whether it is the first
         """
         memory = active(device)
         if memory is not None:
@@ -174,8 +173,8 @@ class StepPool:
         return memory.inside(self._arena)
 
     def _begin(self, module: Any, device: torch.device, first_bytes: int) -> None:
-        # Memory that libraries keep from their first product on must not stay in the pool: each
-        # thread has its own, so the backward pass makes its product as well.
+        # Workspaces that libraries keep from their first product on must not stay in the pool:
+        # each thread has its own, so the backward pass computes a product as well.
         one = torch.ones(1, 1, device=device, requires_grad=True)
         with torch.enable_grad():
             (one @ one).backward()
@@ -186,12 +185,12 @@ class StepPool:
         self._pool, self._device = module.MemPool(), device
         self._first_bytes = first_bytes
         if first_bytes:
-            # Not a tensor, which would be counted among those of the step.
+            # Not as a tensor, which trackers of the step would count.
             with module.use_mem_pool(self._pool, device):
                 module.caching_allocator_delete(module.caching_allocator_alloc(first_bytes, device))
 
     def release(self) -> None:
-        """Release empty memory; the next step begins with a new pool."""
+        """Release unused memory; the next step begins with a new pool."""
         memory = active()
         if memory is not None and self._arena is not None:
             memory.give_back(self._arena)

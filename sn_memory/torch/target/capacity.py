@@ -1,4 +1,4 @@
-"""What a step may hold where no budget is named, in which allocator, and what FSDP2 gathers."""
+"""Default budgets of a step, allocator settings, and what FSDP2 gathers."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ def limit_budget(
 ) -> int:
     """Return the bytes that a step may hold in this process, parameters and input included.
 
-    What the limits leave, less a margin, and what of the step is there already: parameters,
+    That is what the limits leave, less a margin, plus what of the step exists already: parameters,
     buffers, gradients, the optimizer's state if it is given, the largest sample. On a host the
     limits are RLIMIT_DATA, RLIMIT_AS, those of cgroups, and free memory; the margin is in
-    `run/reserved.py`. On a device apart it is what its driver says, less `CONTEXT_BYTES` for what
-    that loads later. Processes that share a limit have to share it out: each then needs a budget.
+    `run/reserved.py`. On a device apart it is the driver's free memory, less `CONTEXT_BYTES` for
+    what the driver loads later. Processes that share a limit need a budget each.
 
-    Raises PlanError where no limit is known, or it leaves nothing.
+    Raises PlanError if no limit is known, or it leaves nothing.
     """
     where = device_of(model)
     if isinstance(device, str) and gpu_of(device, where) is not None:
         return named(device).usable_bytes
     resident = _resident_bytes(model, sample, optimizer, where)
     if where.type == "cpu":
-        # Tracing imports it (69 MiB), which is no room for tensors.
+        # Tracing imports it (69 MiB), and that memory is not available to tensors.
         importlib.import_module("torch._dynamo")
         return host_budget(resident)
     free = free_bytes(where) if is_apart(where) else None
@@ -57,14 +57,14 @@ def limit_budget(
 def _resident_bytes(
     model: torch.nn.Module, sample: Any, optimizer: Any, where: torch.device
 ) -> int:
-    """Return what of a step has memory on a device by now, each storage once."""
-    ours = [*model.parameters(), *model.buffers()]
-    # `.grad` of a tensor that is no leaf warns.
-    ours += [our.grad for our in ours if our.is_leaf and our.grad is not None]
-    ours += tensors([*getattr(optimizer, "state", {}).values()])
+    """Return the bytes of a step that already exist on a device, each storage once."""
+    held = [*model.parameters(), *model.buffers()]
+    # `.grad` of a tensor that is not a leaf warns.
+    held += [tensor.grad for tensor in held if tensor.is_leaf and tensor.grad is not None]
+    held += tensors([*getattr(optimizer, "state", {}).values()])
     samples = sample if isinstance(sample, list) else [sample]
     largest = max((_bytes_on(where, tensors(cut_out(sample))) for sample in samples), default=0)
-    return _bytes_on(where, ours) + largest
+    return _bytes_on(where, held) + largest
 
 
 def _bytes_on(where: torch.device, held: list[torch.Tensor]) -> int:
@@ -77,7 +77,7 @@ def _bytes_on(where: torch.device, held: list[torch.Tensor]) -> int:
 
 
 def units_of(model: torch.nn.Module) -> Units:
-    """Return what FSDP2 gathers at once, if each block of the model is wrapped, and then the whole.
+    """Return what FSDP2 gathers at once, if each block is wrapped, and then the whole model.
 
     Blocks are the members of the lists of modules that hold the most parameters.
     """
@@ -98,7 +98,7 @@ def units_of(model: torch.nn.Module) -> Units:
 
 
 def allocator_settings() -> AllocatorSettings:
-    """Return the settings that allocations on a GPU follow here, or would follow."""
+    """Return the settings of torch's allocator for GPUs in this process."""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if read is not None:
         text = read()
@@ -106,7 +106,7 @@ def allocator_settings() -> AllocatorSettings:
         names = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
         text = next((os.environ[name] for name in names if name in os.environ), "")
     settings = AllocatorSettings.of(text)
-    # Read by torch beside its settings: each tensor is then an allocation of the driver's.
+    # A separate switch of torch: each tensor is then a driver allocation.
     if os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING"):
         return replace(settings, caching=False, text="PYTORCH_NO_CUDA_MEMORY_CACHING")
     return settings

@@ -1,18 +1,18 @@
-"""A named GPU that is not here: which kernels torch would choose on it, and how fake tensors run.
+"""A named GPU that is not here: the kernels torch would choose on it, and how fake tensors run.
 
-Most choices follow from the device of fake tensors. Those that ask which libraries torch was built
-with are made here: attention, batch norm and recurrent layers take the kernels of cuDNN and of
-flash attention. What is counted as its parts, where a GPU has one kernel, is kept in `notes`.
+Most choices follow from the device of fake tensors. Those that depend on the libraries torch was
+built with are made here: attention, batch norm and recurrent layers use the kernels of cuDNN and
+flash attention. Ops counted as their parts, where a GPU has one kernel, are listed in `notes`.
 
 The rules of attention are those of torch 2.13's
-`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`: the order of the kernels, and what each asks
-of types, sizes and masks. The switches of `torch.nn.attention.sdpa_kernel` hold.
+`aten/src/ATen/native/transformers/cuda/sdp_utils.cpp`: the order of the kernels, and each one's
+conditions on dtypes, sizes and masks. The switches of `torch.nn.attention.sdpa_kernel` apply.
 
-Autograd asks the guard of a tensor's device for its stream, and a build for the CPU has no guard
-for CUDA: torch 2.13 then ends the process. torch itself puts a guard that does nothing into that
-place where CUDA is built in and no GPU is there (`_ensureCUDADeviceGuardSet`). Where CUDA is not
-built in, `fake_gpus` fills the place with the guard of the meta device, which does nothing either.
-The table is the exported `c10::impl::device_guard_impl_registry`, one pointer a type of device.
+Autograd gets the stream from the guard of a tensor's device, and a CPU build has no guard for CUDA:
+torch 2.13 then ends the process. With CUDA built in but no GPU, torch itself installs a guard that
+does nothing (`_ensureCUDADeviceGuardSet`). Without CUDA, `fake_gpus` installs the guard of the meta
+device, which does nothing either. The table is the exported
+`c10::impl::device_guard_impl_registry`, one pointer per type of device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from ...graph.records import Device
 from ..errors import TraceError
 from ..quirks import recurrent
 
-# What takes the gradient of a leaf.
+# Receives the gradient of a leaf.
 Take = Callable[[torch.Tensor, torch.Tensor], None]
 _LAST = 1 << 62  # above the number of any node
 _COPY_THEIR_RESERVE = ("CudnnRnnBackward0", "CudnnBatchNormBackward0")
@@ -55,31 +55,31 @@ class _Saved:
 
 
 class Walk:
-    """Backward passes of forward passes that ran inside `saving`.
+    """Runs backward passes of forward passes that ran inside `saving`.
 
-    The engine asks the accelerator for its stream wherever a gradient arrives, and there is none.
-    So autograd's nodes are called one by one, in the engine's order: of those whose gradients are
-    all there, the one made last. What a node saved goes when it has run, as in the engine; hooks of
-    tensors and nodes do not run.
+    The engine needs the accelerator's stream wherever a gradient arrives, and there is none. So
+    autograd's nodes are called one by one, in the engine's order: of those whose gradients are
+    complete, the one created last. A node's saved tensors are freed after it has run, as in the
+    engine; hooks of tensors and nodes do not run.
     """
 
     def __init__(self) -> None:
-        # A node of cuDNN's runs, which copies what it reserved unless torch's engine calls it; the
-        # mode of fake tensors lets it read that as it is.
+        # Whether a cuDNN node is running that copies its reserve space unless torch's engine calls
+        # it; the fake tensor mode skips that copy.
         self.copies_reserve = False
         self._unpacked: list[_Saved] = []
         self._caller: Any = None
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Around a forward pass: hold what nodes save, so that it can be let go."""
+        """Around a forward pass: wrap saved tensors, so that they can be freed."""
         with torch.autograd.graph.saved_tensors_hooks(_Saved, self._unpack):
             yield
 
     def _unpack(self, saved: _Saved) -> torch.Tensor:
         assert saved.tensor is not None
-        # A node of torch's own asks from within its call. Who asks from elsewhere, as a checkpoint
-        # for its inputs, may ask again.
+        # torch's own nodes unpack within their call, once. Code elsewhere, e.g. a checkpoint that
+        # unpacks its inputs, may do so again.
         if sys._getframe(1) is self._caller:
             self._unpacked.append(saved)
         return saved.tensor
@@ -87,16 +87,16 @@ class Walk:
     def back(
         self, ends: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], take: Take
     ) -> None:
-        """Carry the gradients of the ends back to the leaves."""
+        """Propagate the gradients of the ends back to the leaves."""
         arrived: dict[Any, dict[int, torch.Tensor]] = {}
         for end, gradient in zip(ends, gradients, strict=True):
             if end.grad_fn is None:
                 take(end, gradient)
             else:
                 _add(arrived.setdefault(end.grad_fn, {}), end.output_nr, gradient)
-        # A root from which another one is reached waits for what comes from there.
+        # A root that is reached from another one waits for gradients from there.
         waits = _arrivals(list(arrived))
-        # By number, the latest first; a count after it, as nodes cannot be compared.
+        # By sequence number, the latest first; then by a counter, as nodes cannot be compared.
         ready: list[tuple[int, int, Any]] = []
         for node in arrived:
             if not waits.get(node):
@@ -111,14 +111,14 @@ class Walk:
                 if place < len(results) and results[place] is not None:
                     form = target._input_metadata[slot]
                     _add(arrived.setdefault(target, {}), slot, _formed(results[place], form))
-                # Counted without a gradient as well: the engine runs nodes that get none, too.
+                # Counted even without a gradient: the engine also runs nodes that get none.
                 waits[target] -= 1
                 if not waits[target]:
-                    # Gradients of leaves are taken at once.
+                    # Gradients of leaves are taken immediately.
                     number = _LAST if hasattr(target, "variable") else target._sequence_nr()
                     heapq.heappush(ready, (-number, count, target))
                     count += 1
-            # Else they would live on while the next node runs.
+            # Otherwise they would be alive while the next node runs.
             del results
 
     def _run(self, node: Any, inputs: dict[int, torch.Tensor], take: Take) -> Sequence[Any]:
@@ -132,7 +132,7 @@ class Walk:
         arguments = [inputs.get(place) for place in range(len(forms))]
         inputs.clear()
         if isinstance(node, BackwardCFunction):
-            # A function of Python's is given zeros, unless it says that it need not.
+            # A Python function gets zeros in place of None, unless it opts out.
             if getattr(node, "materialize_grads", True):
                 arguments = [
                     torch.zeros(form.shape, dtype=form.dtype, device=form.device)
@@ -156,7 +156,7 @@ class Walk:
 
 
 def _arrivals(roots: list[Any]) -> dict[Any, int]:
-    """Return per node how many others send it a gradient."""
+    """Return the number of nodes that send a gradient to each node."""
     waits: Counter[Any] = Counter()
     seen: set[Any] = set()
     left = list(roots)
@@ -172,7 +172,7 @@ def _arrivals(roots: list[Any]) -> dict[Any, int]:
 
 
 def _formed(gradient: torch.Tensor, form: Any) -> torch.Tensor:
-    """Return a gradient in the shape and type of what it is a gradient of, as the engine does."""
+    """Return a gradient in the shape and dtype of its tensor, as the engine does."""
     if tuple(gradient.shape) != tuple(form.shape):
         gradient = gradient.sum_to_size(form.shape)
     return gradient if gradient.dtype == form.dtype else gradient.to(form.dtype)
@@ -185,10 +185,10 @@ def _add(slots: dict[int, torch.Tensor], place: int, gradient: torch.Tensor) -> 
 
 _aten = torch.ops.aten
 GPU = torch.device("cuda", 0)
-_CUDA, _META = 1, 14  # c10::DeviceType, whose numbers are kept for files of old
+_CUDA, _META = 1, 14  # c10::DeviceType, whose numbers are stable for serialized files
 _REGISTRY = "_ZN3c104impl26device_guard_impl_registryE"
 _LIBRARY = "libc10.so"
-# The largest batches that torch's Normalization.cpp leaves to cuDNN, in training and evaluation.
+# The largest batches that torch's Normalization.cpp passes to cuDNN, in training and evaluation.
 _SPATIAL, _SPATIAL_EVALUATED = 880801, 65535
 _ATTENTION: Any = torch.nn.functional.scaled_dot_product_attention
 _BATCH_NORM, _RMS_NORM = torch.batch_norm, torch.rms_norm
@@ -202,9 +202,9 @@ _MASK_GRAIN = 16
 
 @dataclass
 class Gpu:
-    """A GPU of the table, as fake tensors are on it.
+    """A GPU of the table, as a device for fake tensors.
 
-    notes : what of a step is estimated or counted otherwise than the GPU would run it, once it ran
+    notes : after a step, what of it is estimated, or counted in another way than the GPU runs it
     """
 
     named: NamedDevice
@@ -237,7 +237,7 @@ class Gpu:
         wanted: Sequence[torch.Tensor],
         output_gradients: Sequence[torch.Tensor],
     ) -> list[torch.Tensor | None]:
-        """Return the gradients of leaves, None where there is none."""
+        """Return the gradients of leaves, None for a leaf without one."""
         by_leaf: dict[int, torch.Tensor] = {}
 
         def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -255,7 +255,7 @@ class Gpu:
 
 
 def gpu_of(device: Device | str | None, place: torch.device) -> Gpu | None:
-    """Return the GPU that a name stands for; None for a model that is on one, or for no name."""
+    """Return the GPU with a name; None for a model that is on a GPU, or without a name."""
     if not isinstance(device, str) or is_here(device):
         return None
     gpu = named(device)
@@ -264,7 +264,7 @@ def gpu_of(device: Device | str | None, place: torch.device) -> Gpu | None:
 
 @cache
 def fake_gpus() -> None:
-    """Let fake tensors be on `cuda:0` in this process; raises TraceError where that cannot be."""
+    """Allow fake tensors on `cuda:0` in this process; raises TraceError if that is impossible."""
     if torch.cuda.is_available():
         return
     ensure = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
@@ -286,27 +286,27 @@ def fake_gpus() -> None:
 
 
 class Kernels(TorchFunctionMode):
-    """Inside, torch's functions choose as on a GPU of a compute capability (0: AMD's)."""
+    """Makes torch's functions choose kernels as on a GPU of a compute capability (0: AMD's)."""
 
     def __init__(self, capability: int) -> None:
         super().__init__()
         self.capability = capability
         self.notes: dict[str, None] = {}
         layers = {kind: partial(self._recurrent, kind) for kind in recurrent.MODES}
-        # By place: torch's own Python functions find them there, and no mode sees what those call.
+        # By module: torch's own Python functions look them up there, and no mode sees these calls.
         self._places: list[tuple[Any, dict[str, Any]]] = [
             (torch.nn.functional, {"scaled_dot_product_attention": self._attention}),
             (torch, {"batch_norm": self._batch_norm, "rms_norm": self._rms_norm}),
             (torch._VF, layers),
         ]
         if capability:
-            # Models ask for it before they call a kernel, as transformers for products of experts.
+            # Models check it before they call a kernel, e.g. transformers for expert products.
             asked = {"get_device_capability": lambda device=None: divmod(capability, 10)}
             self._places.append((torch.cuda, asked))
 
     @contextmanager
     def chosen(self) -> Iterator[None]:
-        """Choose inside."""
+        """Use these kernels inside."""
         before = [
             (place, name, place.__dict__.get(name)) for place, own in self._places for name in own
         ]
@@ -329,7 +329,7 @@ class Kernels(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is _ATTENTION:
             return self._attention(*args, **kwargs)
-        # Whoever names the device without a number means the first one.
+        # A device without an index means the first one.
         if func is torch.Tensor.cuda:
             return args[0].to(GPU)
         if func is torch.Tensor.to and len(args) > 1 and args[1] == "cuda":
@@ -354,16 +354,15 @@ class Kernels(TorchFunctionMode):
         if chosen == "math":
             inputs = query, key, value, attn_mask, dropout_p, is_causal
             return _ATTENTION(*inputs, scale=scale, enable_gqa=enable_gqa)
-        # Autocast casts for `scaled_dot_product_attention`; kernels that are called by name it
-        # leaves alone.
+        # Autocast casts for `scaled_dot_product_attention`, but not for kernels called by name.
         if torch.is_autocast_enabled("cuda"):
             kind = torch.get_autocast_dtype("cuda")
             query, key, value = (tensor.to(kind) for tensor in (query, key, value))
             if attn_mask is not None and attn_mask.dtype != torch.bool:
                 attn_mask = attn_mask.to(kind)
             chosen = attention_kernel(query, key, value, attn_mask, dropout_p, self.capability)
-        # Flash and cuDNN's read fewer heads of keys as they are; of the other, torch's rules for
-        # fake tensors do not know it.
+        # Flash and cuDNN's kernels support fewer heads of keys; the efficient kernel's rule for
+        # fake tensors does not.
         if enable_gqa and key.size(1) != query.size(1) and chosen == "efficient":
             times = query.size(1) // key.size(1)
             key, value = (tensor.repeat_interleave(times, 1) for tensor in (key, value))
@@ -383,7 +382,7 @@ class Kernels(TorchFunctionMode):
         cudnn: bool,
     ) -> torch.Tensor:
         most = _SPATIAL if training else _SPATIAL_EVALUATED
-        # As torch asks in `_select_batch_norm_backend`; AMD's (0) are taken to have no cuDNN.
+        # As in torch's `_select_batch_norm_backend`; AMD's (0) are assumed to have no cuDNN.
         if (
             self.capability
             and torch.backends.cudnn.enabled
@@ -415,10 +414,10 @@ class Kernels(TorchFunctionMode):
 
 @contextmanager
 def flags_of_autocast() -> Iterator[None]:
-    """Let autocast for the CPU, or for CUDA, be one for CUDA; off again at the end.
+    """Turn autocast for the CPU, or for CUDA, into one for CUDA inside; restore it at the end.
 
-    `torch.autocast("cuda")` turns itself off in a build without CUDA, so the one for the CPU says
-    what is wanted.
+    `torch.autocast("cuda")` disables itself in a build without CUDA, so autocast for the CPU is
+    used to request it.
     """
     wanted = next((kind for kind in ("cuda", "cpu") if torch.is_autocast_enabled(kind)), None)
     before = {kind: torch.is_autocast_enabled(kind) for kind in ("cuda", "cpu")}
@@ -450,8 +449,8 @@ def attention_kernel(
 ) -> str:
     """Return `cudnn`, `flash`, `efficient` or `math` for attention on a GPU of this capability.
 
-    query, key, value : [batch, heads, length, head]; capability : as 90; 0 for AMD's, where
-    flash and efficient attention ask the same (AOTriton).
+    query, key, value : [batch, heads, length, head]; capability : e.g. 90; 0 for AMD's, where flash
+    and efficient attention have the same conditions (AOTriton).
     """
     head, head_of_value = query.size(-1), value.size(-1)
     half, plain = query.dtype in _HALF, query.dim() == 4 and key.dim() == 4
@@ -475,8 +474,7 @@ def attention_kernel(
         and mask is None
         and head == head_of_value
         and head <= _LARGEST_HEAD
-        # There its backward pass fails with such heads; in a step without gradients torch would
-        # take it all the same.
+        # There its backward pass fails with such heads; without gradients torch would use it.
         and not (capability in (86, 89, 120) and head > 192 and (head <= 224 or dropout > 0))
     ):
         return "flash"
@@ -501,9 +499,9 @@ def _attend(
     scale: float | None,
     chosen: str,
 ) -> torch.Tensor:
-    """Run attention by a kernel that is not `math`; arguments as of torch's own."""
+    """Run attention by a kernel other than `math`; arguments as in torch's own."""
     if mask is not None and mask.dtype == torch.bool:
-        # Kernels read a mask as numbers that are added to the scores.
+        # Kernels expect a mask of numbers that are added to the scores.
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
         mask = torch.where(mask, zero, torch.full_like(zero, -math.inf))
     logsumexp = any(tensor.requires_grad for tensor in (query, key, value))
@@ -520,7 +518,7 @@ def _attend(
         )[0]
         return result[..., :head] if padding else result
     if mask is not None:
-        # As kernels read it: rows begin at such multiples, batch and heads are views.
+        # In the kernels' layout: rows are aligned to such multiples, batch and heads are views.
         length = mask.size(-1)
         padding = -length % _MASK_GRAIN
         if padding and length > 1:

@@ -1,13 +1,13 @@
-"""Scratch of kernels that are not run: what they take beside arguments and results, by rule.
+"""Scratch of kernels that are not run: memory besides arguments and results, by rule.
 
-On the CPU oneDNN lays tensors out in blocks and takes workspaces, others copy what does not lie as
-they read it, all by torch's allocator and inside one op. Where ops are timed scratch is measured
-(trace/op_seconds.py), and here is an upper rule.
+On the CPU oneDNN uses blocked layouts and workspaces, and other kernels copy tensors that are not
+in the layout they read, all by torch's allocator and inside one op. If ops are timed, scratch is
+measured (trace/op_seconds.py); the rule here is an upper bound.
 
-On a named GPU that of attention follows from what the kernels allocate: flash attention's backward
-sums the gradient of queries in float32. Of convolutions it is an estimate, as cuDNN's choice is not
-known here: for half types, and TF32, tensor cores read channels last, so that a convolution of
-tensors that lie otherwise copies them; what an algorithm takes beyond that is left out.
+On a named GPU the scratch of attention follows from what the kernels allocate: flash attention's
+backward sums the gradient of queries in float32. For convolutions it is an estimate, as cuDNN's
+choice is not known here: for half types, and TF32, tensor cores read channels last, so a
+convolution copies tensors in other layouts; other memory of an algorithm is left out.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ import torch
 
 from ...cost.devices import NamedDevice
 
-# Of a tensor: its sizes, its strides, its type.
+# Sizes, strides and dtype of a tensor.
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
-# oneDNN's layouts block channels by at most so many (nChw16c).
+# oneDNN's layouts block channels by at most this many (nChw16c).
 _BLOCK: Final = 16
-# Of one image below this size torch may take its own kernels, which unfold the image.
+# For a single image below this size torch may use its own kernels, which unfold the image.
 _UNFOLDED: Final = 20480
-# What each thread takes of a convolution for sums and tables, whatever its size.
+# Bytes per thread of a convolution for sums and tables, whatever its size.
 _TABLES: Final = 64 << 10
-# Flash attention works on at most so many keys at a time, in each thread.
+# Flash attention processes at most this many keys at a time, in each thread.
 _KEYS: Final = 512
 
 _CONVOLUTIONS = ("convolution", "_convolution", "convolution_overrideable", "convolution_backward")
@@ -40,7 +40,7 @@ _COPYING = (
     "avg_pool2d avg_pool2d_backward max_pool2d_with_indices_backward"
 )
 _COPIES = frozenset(_COPYING.split())
-# These read matrices whose rows or whose columns lie one after the other, and copy others.
+# These read matrices with contiguous rows or columns, and copy others.
 _PRODUCTS = frozenset(("mm", "bmm", "addmm", "baddbmm"))
 _FLASH = "_scaled_dot_product_flash_attention_backward"
 _CUDNN = "_scaled_dot_product_cudnn_attention_backward"
@@ -50,16 +50,16 @@ _HALF = (torch.float16, torch.bfloat16)
 
 
 def cpu_scratch_bytes(name: str, inputs: Sequence[Form], outputs: Sequence[Form]) -> int:
-    """Return at least what a kernel of the CPU takes, by its name and the forms of its tensors.
+    """Return an upper bound on a CPU kernel's scratch, by its name and the forms of its tensors.
 
-    Worked out from what torch 2.13 was seen to take with oneDNN on AVX2, AVX-512 and AMX; in the
-    units of single ops, of which tests hold examples. Ops that are not here take next to nothing.
+    Derived from measurements of torch 2.13 with oneDNN on AVX2, AVX-512 and AMX, op by op; tests
+    contain examples. Ops that are not listed take next to nothing.
     """
     results = sum(map(_bytes, outputs))
     if name in _CONVOLUTIONS:
         return _convolution(name, inputs, outputs)
     if name == "native_batch_norm_backward":
-        # The gradient is made in the input's form, and a copy of either that lies otherwise.
+        # The gradient in the input's layout, and a copy of either that is not contiguous.
         return _bytes(inputs[0]) + _copied(inputs[:2])
     if name.startswith(("upsample_", "_upsample_")):
         return results + sum(map(_bytes, inputs))
@@ -98,10 +98,10 @@ def _convolution(name: str, inputs: Sequence[Form], outputs: Sequence[Form]) -> 
     batch = images[0][0][0]
     unfolded = spatial * math.prod(size[1:]) * dtype.itemsize
     alone = batch == 1 and math.prod(images[0][0]) <= _UNFOLDED
-    # An upper rule: other types than float32 may be unfolded as well.
+    # An upper bound: other dtypes than float32 may be unfolded as well.
     unfolded_at_once = batch if alone or dtype != torch.float32 else 0
     if groups > 1:
-        # Of groups of few channels oneDNN unfolds an image at a time, in each thread.
+        # For groups of few channels oneDNN unfolds one image at a time, in each thread.
         unfolded_at_once = max(unfolded_at_once, threads)
     return taken + unfolded_at_once * unfolded
 
@@ -119,13 +119,13 @@ def _blocked(image: Form) -> int:
 
 
 def _attention(name: str, inputs: Sequence[Form]) -> int:
-    """Bytes of flash attention's blocks of scores, sums and results, in float32, of each thread."""
+    """Bytes of flash attention's float32 blocks of scores, sums and results, in all threads."""
     shift = 1 if name.endswith("backward") else 0  # the gradient comes first
     (queries, head), keys = inputs[shift][0][-2:], inputs[shift + 1][0][-2]
     rows = 256 if queries >= 768 else 64 if queries >= 192 else 32
     rows, columns = min(rows, queries), min(_KEYS, keys)
     row_bytes = 2 * rows * columns if shift else rows * (columns + head + 2)
-    # Of half types scores are kept in both.
+    # For half types scores are kept in both dtypes.
     half = rows * columns * 2 if inputs[0][2].itemsize < 4 else 0
     return (4 * row_bytes + 2 * half) * torch.get_num_threads()
 

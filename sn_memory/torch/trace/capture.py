@@ -1,9 +1,9 @@
 """Record a training step under fake tensors: all calls, without memory or arithmetic.
 
 The model's parameters and buffers are swapped for fake ones while its forward runs, and autograd
-runs backward through it as in the real run; the recorder records each call. The model is restored
-in any case. A forward that does more than compute from its inputs (keeps a count, draws Python's
-random numbers, reads values) cannot be replayed from its calls and is refused.
+runs its backward pass as usual; the recorder records each call. The model is always restored. A
+forward that does more than compute from its inputs (keeps a count, draws from Python's random
+numbers, reads values) cannot be replayed from its calls and is refused.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def capture(
 ) -> Captured:
     """Record a training step of a model; raises TraceError (see `trace`).
 
-    layouts : observed layouts of kernels' results, as in Recorder; gpu : where the step will run,
-    if not on the model's device; ends : as in Captured, for a model with as many such outputs;
-    arriving : per end the strides of its arriving gradient, None for those of the output; part :
+    layouts : observed layouts of kernels' results, as in Recorder; gpu : where the step is to run,
+    if not where the model is; ends : as in Captured, for a model with as many such outputs;
+    arriving : per end the strides of its incoming gradient, None for those of the output; part :
     whether it is part of a larger step, which continues with the gradients of the inputs
     """
 
@@ -71,7 +71,7 @@ def capture(
             return replace(record(frozenset()), reads=reads())
         captured = _assuming_ones(record, tree_leaves((args, kwargs)))
         if casting():
-            # Again, only to compare: would a backward pass inside autocast make other calls?
+            # Recorded again only to check: would backward inside autocast make other calls?
             inside = record(captured.ones, inside=True)
             captured = replace(captured, only_outside=_call_keys(inside) != _call_keys(captured))
         return replace(captured, reads=reads())
@@ -82,8 +82,8 @@ def _call_keys(captured: Captured) -> list[Any]:
 
 
 def _left_outside(recorder: Recorder) -> str:
-    """Return what still holds a result of the forward pass after its end; empty if nothing."""
-    # Weak references first: usually nothing is held, and searching all objects is slow.
+    """Describe what still holds results of a finished forward; empty if nothing does."""
+    # Weak references first: usually nothing is held, and the process has many objects.
     if not recorder.still_held():
         return ""
     torch.clear_autocast_cache()  # it keeps copies of weights until autocast ends
@@ -96,7 +96,7 @@ def _left_outside(recorder: Recorder) -> str:
     ]
     holders = gc.get_referrers(*left) if left else []
     others = [one for one in holders if one is not left and not isinstance(one, _OF_AUTOGRAD)]
-    # A function that keeps its own result makes a cycle of autograd's nodes; no step reads it.
+    # A function that keeps its own result makes a cycle of autograd nodes, which no step sees.
     if not left or (not others and any(isinstance(x, torch._C._FunctionBase) for x in holders)):
         return ""
     # Holders hidden by gc.freeze() have no known type.
@@ -115,8 +115,8 @@ class _Capture:
 
     The first fields are parameters of `capture`.
 
-    ones : positions of inputs whose values the model may read, as they are all ones
-    inside : whether the backward pass runs inside autocast, where the forward pass does
+    ones : indices of inputs whose values the model may read, as they are all ones
+    inside : whether the backward pass runs inside autocast if the forward pass does
     """
 
     model: torch.nn.Module
@@ -132,7 +132,7 @@ class _Capture:
         self.mode = ValueMode(tracing=True) if self.gpu is None else FakeMode(self.gpu.walk)
         self.recorder = Recorder(self.layouts, self.mode.is_look)
         self.fakes: dict[int, torch.Tensor] = {}
-        # Per fake of an input of ones, the tensor that the model gets instead.
+        # Per fake of an input that is all ones, the tensor passed to the model instead.
         self.ones_of: dict[int, torch.Tensor] = {}
         # By id of the fake, before the forward pass: whether a parameter requires a gradient, and
         # the View of a parameter or buffer.
@@ -140,7 +140,7 @@ class _Capture:
         self.views: dict[int, View] = {}
 
     def captured(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Captured:
-        """Record the step; raise TraceError for anything that prevents its replay."""
+        """Record the step; raises TraceError if it cannot be replayed."""
         if isinstance(self.model, torch.jit.ScriptModule):
             raise TraceError(
                 "the model is a ScriptModule, whose parts cannot be swapped. Pass the nn.Module it "
@@ -175,7 +175,7 @@ class _Capture:
                     f"{first_line(error).rstrip('.')}. The sample is {sample_line(args, kwargs)}; "
                     "is it what the model takes?"
                 ) from error
-        # Results held by its modules have raised an error before.
+        # Results held by its modules have raised an error before this.
         if left:
             raise SetsStateError(
                 f"the forward pass leaves a result in a {left}, where a replay of its calls would "
@@ -209,7 +209,7 @@ class _Capture:
             is_end = [id(out) in begins for out in outputs]
             del returned
             self.recorder.hand_out(output for output in outputs if _is_tensor(output))
-            # The forward pass is over. It must have changed nothing except by recorded calls.
+            # The forward pass is over. It may have changed nothing except by recorded calls.
             boundary = len(self.recorder.recording.calls)
             if snapshot.changed():
                 raise changes_what_it_is_given()
@@ -222,7 +222,7 @@ class _Capture:
                 if leaf.requires_grad:
                     first.setdefault(id(leaf), (name, leaf))
             wanted = list(first.values())
-            # Outputs that may get a gradient, and those of them where the backward pass begins.
+            # Outputs that may receive a gradient, and those where the backward pass begins.
             differentiable = tuple(_is_tensor(out) and out.requires_grad for out in outputs)
             ends = tuple(compress(is_end, differentiable))
             ends = tuple(self.ends) if len(self.ends) == len(ends) else ends
@@ -266,9 +266,9 @@ class _Capture:
         return self.fakes[id(tensor)]
 
     def with_values(self, fake: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that the model gets for an input of ones; its values can be read."""
+        """Return the tensor passed to the model for an input of ones; it has values."""
         if id(fake) not in self.ones_of:
-            assert isinstance(self.mode, ValueMode)  # for a GPU that is absent, inputs have none
+            assert isinstance(self.mode, ValueMode)  # on an absent GPU no input has values
             ones = self.mode.give_ones(fake)
             if ones is not None:
                 self.recorder.alias(ones, fake)
@@ -286,27 +286,27 @@ class _Capture:
             )
         self.recorder.phase, self.recorder.scope = "backward", ""
         with self.recorder.silent():
-            # Computed by the caller, so they are not calls of the step.
+            # Made by the caller, so they are not calls of the step.
             output_gradients = [torch.empty_like(out) for out in ends]
             for at, stride in enumerate(self.arriving):
                 if stride is not None:
                     output_gradients[at] = torch.empty_strided(
                         ends[at].shape, stride, dtype=ends[at].dtype, device=ends[at].device
                     )
-        # Storages that `.grad` must not use: those of the caller, or of another gradient.
+        # Storages that `.grad` must not use: the caller's, or those of other gradients.
         taken = {self.recorder.meet(gradient).storage for gradient in output_gradients}
         arrived: Sequence[torch.Tensor | None]
         if self.gpu is not None:
             arrived = self.gpu.gradients(ends, wanted, output_gradients)
         else:
-            # In this thread: on an accelerator autograd has its own thread, which may release the
-            # last gradients after this call has returned, so that they would appear to be held.
+            # In this thread: on an accelerator autograd uses another one, which may release the
+            # last gradients after this call has returned, as if something still held them.
             with (
                 nullcontext() if self.inside else outside_autocast(),
                 torch.autograd.set_multithreading_enabled(False),
             ):
                 arrived = torch.autograd.grad(ends, wanted, output_gradients, allow_unused=True)
-        # Only now, as the backward pass may add constants.
+        # After the backward pass, which may add constants.
         taken |= set(self.recorder.recording.roles)
         gradients = []
         for leaf, gradient in zip(wanted, arrived, strict=True):
@@ -319,11 +319,11 @@ class _Capture:
     def as_stored_in_grad(
         self, leaf: torch.Tensor, gradient: torch.Tensor, taken: set[int]
     ) -> torch.Tensor:
-        """Copy a gradient where `.grad` would: its layout differs from its leaf's, or it is shared.
+        """Copy a gradient if `.grad` would: its layout differs from its leaf's, or it is shared.
 
-        Copied here, one by one, the copies are in the plan; left to autograd they would be made at
-        the end, in addition to all others. Inputs of a part are not leaves, and their gradients
-        keep their layout: kernels that sum in the order of memory would round differently.
+        Done here, one by one, the copies are in the plan; left to autograd, all are made at the
+        end. The inputs of a part are not leaves, and their gradients keep their layouts: kernels
+        that sum in memory order would round differently.
         """
         goes_on = self.part and id(leaf) not in self.trained
         with self.recorder.silent():
@@ -380,7 +380,7 @@ def _is_tensor(value: Any) -> bool:
 
 
 def _leaves_of(outputs: Iterable[torch.Tensor]) -> set[int]:
-    """Return the leaves that outputs depend on, by id."""
+    """Return the ids of the leaves that outputs depend on."""
     waiting = [get_gradient_edge(out).node for out in outputs]
     seen = set(waiting)
     while waiting:
@@ -394,7 +394,7 @@ def _leaves_of(outputs: Iterable[torch.Tensor]) -> set[int]:
 def scopes(model: torch.nn.Module, recorder: Recorder) -> Iterator[None]:
     """Tell the recorder which module is running."""
     paths = {id(module): path for path, module in reversed(list(model.named_modules()))}
-    # The hooks are global, for all modules of the process, in other threads as well.
+    # These hooks run for all modules in the process, in other threads too.
     stack, tracing = [""], get_ident()
 
     def enter(module: torch.nn.Module, args: Any) -> None:
@@ -426,9 +426,9 @@ def _assuming_ones(
 ) -> Captured:
     """Return the recording of a step that may read those of its inputs that are all ones.
 
-    It also says which other inputs the model would read if they were.
+    It also states which inputs the model would read if they were all ones.
 
-    record : records the step with ones as values of these inputs, by position
+    record : records the step with values for the inputs of these indices, which are ones
     """
     flags = [
         (place, is_ones(arg))
@@ -461,7 +461,7 @@ def _or_none(record: Callable[[frozenset[int]], Captured], ones: frozenset[int])
 def _fewest_ones(record: Callable[[frozenset[int]], Captured], ones: frozenset[int]) -> Captured:
     """Return the recording in which as few as possible of these inputs have values.
 
-    ones : positions of inputs that are all ones. Without values if they make no difference, or if
+    ones : indices of inputs that are all ones. They get no values if these change nothing, or if
         the model cannot be recorded with them.
     """
     looking = _or_none(record, ones) if ones else None
@@ -472,8 +472,8 @@ def _fewest_ones(record: Callable[[frozenset[int]], Captured], ones: frozenset[i
     if blind is not None and _same(blind, looking):
         return blind
     for place in sorted(ones):
-        # If it cannot be recorded without the values of one, that one is read. The last one stays:
-        # without any, the recording differs, as shown above.
+        # If it cannot be recorded without the values of an input, that input is read. The last one
+        # stays: without any, the recording differs, as checked above.
         fewer = _or_none(record, ones - {place}) if len(ones) > 1 else None
         if fewer is not None and _same(fewer, looking):
             looking, ones = fewer, ones - {place}
@@ -481,7 +481,7 @@ def _fewest_ones(record: Callable[[frozenset[int]], Captured], ones: frozenset[i
 
 
 def _same(one: Captured, other: Captured) -> bool:
-    """Whether two recordings make the same calls on the same storages, and return the same."""
+    """Whether two recordings make the same calls on the same storages, with the same outputs."""
     constants, others = one.recording.constants, other.recording.constants
     return (
         list(map(_comparable, one.recording.calls)) == list(map(_comparable, other.recording.calls))
@@ -492,14 +492,14 @@ def _same(one: Captured, other: Captured) -> bool:
 
 
 def _comparable(call: Call) -> tuple[Any, ...]:
-    """Return a call in comparable form; explicit default arguments equal omitted ones."""
+    """Return a call in comparable form; defaults spelled out by some modes are equal to omitted."""
     args, kwargs = call.arguments(lambda view: view)
     inputs = [*named_arguments(call.target, args, kwargs).values()]
     # A tensor of which only the form is read is on the meta device, without values to compare.
     inputs = tree_map_only(
         torch.Tensor, lambda tensor: (tensor.size(), tensor.stride(), tensor.dtype), inputs
     )
-    # As text, NaN is equal to itself.
+    # By `repr`, NaN is equal to itself.
     inputs = tree_map_only(float, repr, inputs)
     return call.target, inputs, call.outputs, call.makes, call.writes, call.phase, call.scope
 

@@ -1,15 +1,15 @@
-"""Running ops on fake tensors, with some of torch's rules corrected and some values kept.
+"""Execution without values: fake tensors, with torch's wrong rules corrected and some values kept.
 
 Some of torch's rules for fake tensors disagree with the CPU kernels. Batch norm, some activations
-and losses use other layouts for their results if their input is a transposed tensor; later calls
-then copy, or do not. Norms of bfloat16 with float32 parameters keep statistics in float32; the
-rules say bfloat16. A backward kernel returns None for gradients that its `output_mask` does not
-request; the rules for batch norm always return a tensor for the gradient of the input. Recurrent
-layers and grouped products have their own files (`quirks/`).
+and losses give their results another layout if their input is transposed; later ops then copy, or
+do not. Norms of bfloat16 with float32 parameters keep statistics in float32; the rules say
+bfloat16. A backward kernel returns None for gradients that its `output_mask` does not request; the
+rules for batch norm always return a tensor for the gradient of the input. Recurrent layers and
+grouped products have their own files (`quirks/`).
 
-Under fake tensors a model can read no values. But models read masks, which they drop if they mask
-nothing, and positions. `ValueMode` uses real numbers for what depends only on a few small tensors,
-or on none.
+Under fake tensors a model cannot read values. But models read masks, which they skip if they mask
+nothing, and positions. `ValueMode` computes with real numbers whatever depends only on a few small
+tensors, or on none.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _contiguous(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def _in_format_of(place: int) -> _Strides:
-    """Channels-last if an argument is, else contiguous."""
+    """Channels last if an argument is, else contiguous."""
 
     def stride(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
         if suggest_memory_format(args[place]) == torch.contiguous_format:
@@ -69,13 +69,13 @@ def _in_format_of(place: int) -> _Strides:
 
 
 def _as_arguments(out: torch.Tensor, args: tuple[Any, ...]) -> tuple[int, ...]:
-    """Return strides like those of the first argument that has a layout; the gradient is first."""
+    """Return the strides of an elementwise op on the arguments: the gradient comes first."""
     alike = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.size() == out.size()]
     return tuple(compute_elementwise_output_strides(*alike)) if alike else out.stride()
 
 
-# Per op, the result layout of its CPU kernel where torch's rule differs: the rule uses a
-# decomposition, or keeps a layout that the kernel does not keep.
+# Per op, the layout of its CPU kernel's results, where torch's rule differs: that follows a
+# decomposition, or preserves a layout that the kernel does not.
 _STRIDES: dict[Any, _Strides] = {
     _ATEN.native_batch_norm.default: _in_format_of(0),
     _ATEN.native_batch_norm_backward.default: _in_format_of(1),
@@ -92,7 +92,7 @@ _STRIDES: dict[Any, _Strides] = {
     _ATEN.mse_loss_backward.default: _contiguous,
     _ATEN.smooth_l1_loss_backward.default: _contiguous,
 }
-# Per norm, which arguments may be parameters.
+# Per norm, the arguments that may be parameters.
 _PARAMETERS = {
     _ATEN.native_batch_norm.default: slice(1, 5),
     _ATEN.native_group_norm.default: slice(1, 3),
@@ -104,7 +104,7 @@ def _laid_out(strides: _Strides, args: tuple[Any, ...], result: Any) -> Any:
     """Return results with the strides of the CPU kernel."""
     flat, spec = tree_flatten(result)
     for at, out in enumerate(flat):
-        # The other results, statistics, are vectors.
+        # Statistics, which follow the first result, are vectors.
         if not isinstance(out, torch.Tensor) or out.dim() < 2 or out.device.type != "cpu":
             continue
         stride = strides(out, args)
@@ -135,7 +135,7 @@ for _func, _strides in _STRIDES.items():
     _CORRECTIONS.setdefault(_func, []).append(partial(_laid_out, _strides))
 for _func, _places in _PARAMETERS.items():
     _CORRECTIONS.setdefault(_func, []).append(partial(_statistics_in_float32, _places))
-# The gradient of a group norm's input has the input's dtype.
+# The gradient of the input of a group norm has the input's dtype.
 _CORRECTIONS[_ATEN.native_group_norm_backward.default] = [
     lambda args, result: _with_types({0: args[1].dtype}, result)
 ]
@@ -143,9 +143,9 @@ _CORRECTIONS[_ATEN.native_group_norm_backward.default] = [
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Suppress torch's log, with a stack trace, of errors in rules, which it raises anyway.
+    """Keep torch from logging, with a stack trace, an error of a rule that it raises anyway.
 
-    They occur for a sample of the wrong shape. Also disable anomaly detection, because gradients
+    Such errors occur for samples of the wrong shape. Anomaly detection is off as well, as gradients
     without values cannot be checked for NaN.
     """
 
@@ -165,10 +165,10 @@ class FakeMode(FakeTensorMode):
     """Runs ops on fake tensors, with torch's rules corrected.
 
     walk : of the named GPU that tensors are on. None: they are on devices of this machine, where an
-        op without a rule runs on real tensors with made-up values.
-    looks : how often a made-up number replaces a value that is read, e.g. the size of a parameter
-        by Adafactor: results have the same sizes with any number. A loop that reads until it gets
-        another value is stopped.
+        op without a rule runs on synthetic real tensors.
+    looks : how many reads of a value return a substitute, e.g. Adafactor's of a parameter's norm:
+        sizes do not depend on the value. More reads, e.g. in a loop that waits for another value,
+        raise an error.
     """
 
     def __init__(self, walk: Walk | None = None, *, looks: int = 0) -> None:
@@ -185,7 +185,7 @@ class FakeMode(FakeTensorMode):
         if func is grouped.PRODUCT:
             with self:
                 return grouped.fake_product(*args, **(kwargs or {}))
-        # See `Walk`: outside of torch's engine, a cuDNN node copies its reserve, which is bytes.
+        # See `Walk`: outside of torch's engine a cuDNN node copies its reserve space (uint8).
         copies_reserve = self._walk is not None and self._walk.copies_reserve
         if copies_reserve and func is _ATEN.clone.default and args[0].dtype == torch.uint8:
             return args[0]
@@ -196,7 +196,7 @@ class FakeMode(FakeTensorMode):
                 raise
             return self._some_number(args[0].dtype)
         if func in _CORRECTIONS:
-            # The mode is off within its own dispatch; results of corrections must be fake as well.
+            # The mode is off within its own dispatch, but corrections must make fake tensors, too.
             with self:
                 for correct in _CORRECTIONS[func]:
                     result = correct(args, result)
@@ -209,7 +209,7 @@ class FakeMode(FakeTensorMode):
         return result
 
     def is_look(self, func: Any, arguments: Any) -> bool:
-        """Whether a call only reads existing values; here there are none."""
+        """Whether a call only reads known values: here there are none."""
         return False
 
     def _some_number(self, dtype: torch.dtype) -> Any:
@@ -218,13 +218,13 @@ class FakeMode(FakeTensorMode):
             raise RuntimeError("it reads values again and again, and fake tensors have none")
         if dtype == torch.bool:
             return True
-        # Not 0 or 1, for which differences and logarithms may be divisors of 0.
+        # Not 0 or 1: divisions by it, by 1 minus it, or by its logarithm would be divisions by 0.
         return 0.5 if dtype.is_floating_point else 2
 
     def _viewed(self, x: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
         """Return a view with the kernel's strides for dimensions of size 1.
 
-        They do not affect reads, but matrix products choose their kernel by them.
+        They address nothing, but matrix products select kernels by them.
         """
         # On the meta device a view is computed by the kernel's own C++.
         with _disable_current_modes():
@@ -237,27 +237,27 @@ class FakeMode(FakeTensorMode):
 
 
 class ValueMode(FakeMode):
-    """Fake tensors, but tensors that depend only on a few small ones, or on none, have values.
+    """Fake tensors, but results that depend only on a few small tensors, or on none, have values.
 
-    Tensors with values are real. Ops on only such tensors run on real numbers; with any tensor
-    without values, the result has none.
+    Such tensors are real ones. Ops only on them run on real numbers; if an operand has no values,
+    the result has none.
 
-    tracing : a plan repeats the traced control flow, so only tensors from `give`, and those the
-        model creates itself, have values: others may differ in the next step. Otherwise all small
-        host tensors that are inputs, or that the model keeps, have values.
+    tracing : a plan repeats the traced control flow, so only tensors of `give_ones`, and those
+        that the model makes itself, have values: others may differ in the next step. Otherwise all
+        small host tensors have values that are passed to the model or that it keeps.
     """
 
     def __init__(self, *, tracing: bool = False) -> None:
         super().__init__()
         self._tracing = tracing
         self._clones: dict[int, torch.Tensor] = {}
-        # Storages with values, while tracing; and those whose values are outdated, because a tensor
-        # without values was written to them. References keep the addresses from being reused.
+        # Storages with values, while tracing; and those whose values are stale, as something
+        # without values was written into them. A reference keeps the address from being reused.
         self._known: dict[int, StorageWeakRef] = {}
         self._stale: dict[int, StorageWeakRef] = {}
 
     def give(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return an input as passed to the model; the same tensor passed twice stays one."""
+        """Return the tensor to pass to the model for an input; the same one for the same input."""
         if not is_known(tensor):
             return fake_of(self, tensor)
         if id(tensor) not in self._clones:
@@ -266,9 +266,9 @@ class ValueMode(FakeMode):
         return self._clones[id(tensor)]
 
     def give_ones(self, like: torch.Tensor) -> torch.Tensor | None:
-        """Return a tensor of ones in the layout of a fake one; None if impossible."""
+        """Return a tensor of ones with the layout of a fake one; None if that is impossible."""
         with unset_fake_temporarily():
-            # For a slice of another tensor, the fake storage ends with its last element.
+            # The fake storage of a tensor cut out of another ends with its last element.
             size = like.untyped_storage().nbytes() // like.itemsize
             ones = torch.ones(size, dtype=like.dtype, device=like.device).as_strided(
                 like.size(), like.stride(), like.storage_offset()
@@ -280,7 +280,7 @@ class ValueMode(FakeMode):
         return ones
 
     def is_look(self, func: Any, arguments: Any) -> bool:
-        """Whether a call returns no tensor, and all its arguments have values."""
+        """Whether a call returns no tensor, and all its operands have values."""
         if _makes_tensors(func) or func._schema.is_mutable:
             return False
         operands = tensors(arguments)
@@ -294,29 +294,29 @@ class ValueMode(FakeMode):
         run = partial(super().__torch_dispatch__, func, types)
         if self._tracing and func is _ATEN.lift_fresh.default:
             return self._lifted(args[0], run)
-        # Its fill value is known, even if the tensor whose form it takes has no values.
+        # The fill value is known, even if the values of the tensor whose form it takes are not.
         fill = _filling(func, args, kwargs) if operands else None
         if fill is not None:
             result = run(args, kwargs)
             return self._now_known(_filled(result, fill)) if self._may_know(result) else result
         if operands and all(isinstance(value, FakeTensor) for value in operands):
             return run(args, kwargs)  # most calls
-        # First without values, which costs nothing, to find the size of its result.
+        # First without values, which costs nothing, to learn the size of the result.
         if not operands:
             result = run(args, kwargs)
-            # Reproducible only if torch computes it, and not from random numbers.
+            # The same each time only if it is torch's own op and not random.
             sure = func.namespace == "aten" and _makes_tensors(func) and not _is_drawn(func)
             if not sure or not all(map(self._may_know, tensors(result))):
                 return result
         elif all(map(self._has_values, operands)) and _is_view(func):
-            pass  # Of one tensor there are no two, one with values and one without.
+            pass  # A view must stay an alias: it cannot become a fake tensor.
         elif _is_drawn(func) or not all(map(self._knows, operands)):
             return self._without(func, args, kwargs, run)
         else:
             try:
                 result = run(args, kwargs)
             except DataDependentOutputException:
-                # It reads existing values.
+                # A read of values that are known.
                 pass
             except DynamicOutputShapeException:
                 # The next step's values may give another shape; for a single step it is known.
@@ -325,33 +325,33 @@ class ValueMode(FakeMode):
             else:
                 if not all(map(self._may_know, tensors(result))):
                     return self._without(func, args, kwargs, run)
-        # All operands have values, and the result is small.
+        # All operands have values, and the results are small.
         with unset_fake_temporarily():
             return self._now_known(func(*args, **kwargs))
 
     def _without(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any]
     ) -> Any:
-        """Run an op whose result has no values; tensors that it writes to lose theirs."""
+        """Run an op whose result has no values; tensors it writes to lose theirs."""
         written = written_to(func, args, kwargs)
         for tensor in written:
             if self._has_values(tensor):
                 memory = tensor.untyped_storage()
                 self._stale[memory._cdata] = StorageWeakRef(memory)
-        # To make a tensor fake, torch reads its `grad`, and warns for non-leaves.
+        # Detached: to make it fake, torch reads its `grad`, which warns for non-leaves.
         result = run(*tree_map_only(torch.Tensor, _detached, (args, kwargs)))
         if not written:
             return result
-        # Return the tensor that was written to, not its fake that was used to compute.
+        # The tensor that was written to, not its fake copy that was computed with.
         returned = written[: len(func._schema.returns)]
         return returned[0] if len(returned) == 1 else tuple(returned) or None
 
     def _lifted(self, lifted: torch.Tensor, run: Callable[..., Any]) -> Any:
-        """A tensor from Python, e.g. torch.tensor([1, 2]), which is a constant of the plan."""
+        """Handle a tensor of Python data, e.g. torch.tensor([1, 2]): a constant of the plan."""
         if isinstance(lifted, FakeTensor) or not self._may_know(lifted):
             return run((lifted,), {})
         with unset_fake_temporarily():
-            # A clone: the model may write to it during the trace, and the constant must not change.
+            # A clone, so that the constant stays unchanged if the model writes to it while traced.
             return self._now_known(lifted.clone())
 
     def _now_known(self, result: Any) -> Any:
@@ -362,7 +362,7 @@ class ValueMode(FakeMode):
         return result
 
     def _may_know(self, result: Any) -> bool:
-        """Whether a result may have values: few, and not in a device's memory."""
+        """Whether a result may have values: if they are few and not in a device's memory."""
         return (
             result.dtype in COMPUTED
             and result.layout == torch.strided
@@ -371,7 +371,7 @@ class ValueMode(FakeMode):
         )
 
     def _has_values(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is real, so that it had values at some time."""
+        """Whether a tensor is a real one that has, or once had, valid values."""
         if not may_be_known(tensor, COMPUTED):
             return False
         if self._tracing:
@@ -383,11 +383,11 @@ class ValueMode(FakeMode):
 
 
 def is_known(tensor: torch.Tensor) -> bool:
-    """Whether a step run without values has those of an input: a few existing integers."""
+    """Whether a step without values knows those of an input: a few integers on the host."""
     return tensor.device.type == "cpu" and may_be_known(tensor)
 
 
-# Ops that only use the form of their first argument, with their fill values.
+# Ops that read only the form of their first argument, and their fill values.
 _FILLS: dict[Any, Any] = {
     _ATEN.zeros_like: 0,
     _ATEN.new_zeros: 0,
@@ -398,7 +398,7 @@ _FILLS_WITH = {_ATEN.full_like: 1, _ATEN.new_full: 2}
 
 
 def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the constant that a call fills a new tensor with; None for other calls."""
+    """Return the fill value of a call that makes a filled tensor; None for other calls."""
     place = _FILLS_WITH.get(func.overloadpacket)
     if place is None:
         return _FILLS.get(func.overloadpacket)
@@ -406,7 +406,7 @@ def _filling(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _filled(like: torch.Tensor, fill: Any) -> torch.Tensor:
-    """Return a tensor with values in the layout of a fake one."""
+    """Return a filled tensor with the layout of a fake one."""
     with unset_fake_temporarily():
         filled = torch.empty_strided(
             like.size(), like.stride(), dtype=like.dtype, device=like.device
@@ -416,13 +416,13 @@ def _filled(like: torch.Tensor, fill: Any) -> torch.Tensor:
 
 @cache
 def _makes_tensors(func: Any) -> bool:
-    """Whether an op returns tensors; others read a value, or whether two tensors are equal."""
+    """Whether an op returns tensors; others read values, or compare two tensors."""
     return any("Tensor" in str(output.type) for output in func._schema.returns)
 
 
 @cache
 def _is_drawn(func: Any) -> bool:
-    """Whether an op's result is random, or uninitialized memory."""
+    """Whether the results of an op are random, or uninitialized memory to be filled later."""
     return torch.Tag.nondeterministic_seeded in func.tags or "empty" in func.overloadpacket.__name__
 
 
@@ -435,13 +435,13 @@ def _is_view(func: Any) -> bool:
 
 @cache
 def _mask_place(func: Any) -> int | None:
-    """Position of the argument that says which gradients a kernel computes; None without one."""
+    """Index of the argument that selects the gradients a kernel computes; None without one."""
     names = [argument.name for argument in func._schema.arguments]
     return names.index("output_mask") if "output_mask" in names else None
 
 
 def _detached(tensor: torch.Tensor) -> torch.Tensor:
-    # Not `is_leaf`, which deadlocks while autograd regenerates the history of a view.
+    # Not `is_leaf`: while autograd regenerates the history of a view, that deadlocks.
     if not tensor.requires_grad or isinstance(tensor, FakeTensor):
         return tensor
     with unset_fake_temporarily():
@@ -453,8 +453,8 @@ def fake_of(
 ) -> torch.Tensor:
     """Return a fake leaf like a tensor, on another device if one is given.
 
-    A tensor on the meta device counts as on the CPU, and one stored on the host as on the device of
-    its ops.
+    A tensor on the meta device counts as one on the CPU, and one kept on the host as one on the
+    device where its ops run.
     """
     if is_traceable_wrapper_subclass(tensor):
         raise TraceError(
@@ -467,7 +467,7 @@ def fake_of(
     if place is None and tensor.device.type != "meta":
         fake = mode.from_tensor(tensor.detach())
     else:
-        # On the meta device, attention would be decomposed into matrix products.
+        # On the meta device attention would be decomposed into matrix products.
         like = {"dtype": tensor.dtype, "device": place or "cpu"}
         with mode:
             fake = torch.empty_strided(tensor.size(), tensor.stride(), **like)
@@ -478,7 +478,7 @@ def fake_of(
 def swapped(
     model: torch.nn.Module, mode: FakeMode, place: torch.device | None = None
 ) -> Iterator[None]:
-    """Replace parameters and buffers by tensors without values."""
+    """Replace parameters and buffers by tensors without values inside."""
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         fake_tensor = fake_of(mode, tensor, place)

@@ -1,8 +1,8 @@
-"""Run steps without values: the peak of a training step, and an optimizer's memory, in advance.
+"""Steps without values: the peak of a training step, and an optimizer's memory, in advance.
 
-A graph knows when a tensor is last used, but not when it is freed: tensors in variables of a Python
-forward, and in autograd's nodes, stay until these return. So the step itself is run, including
-hooks and reruns, and live bytes are counted as in a real one.
+A graph knows when a tensor is last used, but not when it is freed: tensors in local variables of
+the forward, and in autograd's nodes, live until these return. So the step itself is run, hooks and
+reruns included, and live bytes are counted as in a real one.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from .fake import FakeMode, ValueMode, fake_of, swapped
 from .op_seconds import op_times
 from .record import form_of
 
-# A step reads few values per parameter (Adafactor: its size); a loop that waits for another value
-# than the made-up one would read forever.
+# A step reads few values per parameter (Adafactor its norm); a loop that waits for a value other
+# than the substitute would read forever.
 LOOKS_PER_PARAMETER = 100
 # Ops whose second tensor may be a number, for one tensor and for many.
 _NAMES = [name + suffix for name in ("add", "sub", "mul", "div") for suffix in ("", "_")]
@@ -49,7 +49,7 @@ def fake_step(
 ) -> Measured:
     """Run a step of a model on fake tensors; nothing is allocated, and the model is restored.
 
-    arguments : positional and by keyword; known : further existing tensors; heard : as in
+    arguments : positional and by keyword; known : other tensors that exist; heard : as in
     StorageTracker; accumulate, scratch : as in run_step.
     """
     mode = ValueMode()
@@ -83,11 +83,11 @@ def fake_step_on(
     *,
     keep: bool = True,
 ) -> Measured:
-    """Run a step as on an absent GPU; kernels' workspaces count, as far as known.
+    """Run a step as on a GPU that is not here; kernels' workspaces count, as far as known.
 
     moved : as in StorageTracker; parameters and buffers come first. Existing gradients of
-    parameters are live from the start, and are added to. keep : whether parameters get gradients;
-    else each is freed as soon as it is computed
+    parameters are present from the start and accumulated into. keep : whether parameters get
+    gradients; else each is freed as soon as it is computed
     """
     earlier = [param.grad is not None for param in model.parameters()]
     mode = FakeMode(gpu.walk)
@@ -103,7 +103,7 @@ def fake_step_on(
         args, kwargs = arguments
         resident = [*model.parameters(), *model.buffers(), *tensors(arguments)]
         leaves = {id(tensor): tensor for tensor in resident if tensor.requires_grad}
-        # Tensors made outside are not counted until they are used, as are those of earlier steps.
+        # Gradients of earlier steps are made outside of the tracker, which counts them as resident.
         held = {
             id(param): torch.empty_like(param, requires_grad=False)
             for param, has in zip(model.parameters(), earlier, strict=True)
@@ -119,8 +119,8 @@ def fake_step_on(
         )
         taken = {tensor.untyped_storage()._cdata for tensor in held.values()}
 
-        # Like autograd's AccumulateGrad: add to an existing gradient, or take the new one, copied
-        # if it is shared, a part of another tensor, or has another layout.
+        # Like autograd's AccumulateGrad: adds to an existing gradient, or takes the new one over,
+        # copied if it is shared, a part of a storage, or has another layout.
         def take(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
             if id(leaf) not in leaves or not keep:
                 return
@@ -141,7 +141,7 @@ def fake_step_on(
             outputs = tensors_of(returned, model)
             ends = ends_of(returned, outputs)
             del returned
-            # What the forward pass saves for the backward pass.
+            # Bytes that the forward pass leaves for the backward pass.
             left = tracker.live_bytes - tracker.start_bytes
             gpu.back(ends, [torch.empty_like(end) for end in ends], take)
     return Measured({}, tracker.peak_bytes, tracker.peak_op, 0.0, left)
@@ -156,7 +156,7 @@ def _scratch(gpu: Gpu, func: Any, args: Any, kwargs: Any, _: Any) -> int:
 
 @dataclass(frozen=True)
 class OptimizerMemory:
-    """Bytes an optimizer keeps between steps, and the most it holds in addition during one."""
+    """Bytes an optimizer keeps between steps, and the most it takes in addition during one."""
 
     state_bytes: int
     transient_bytes: int
@@ -166,12 +166,12 @@ class OptimizerMemory:
 def optimizer_memory(
     model: torch.nn.Module, optimizer: Any, gpu: Gpu | None = None
 ) -> OptimizerMemory:
-    """Return the memory of an optimizer: an instance, or a class that only needs parameters.
+    """Return the memory of an optimizer: an instance, or a class that needs only parameters.
 
     Groups and settings are taken from an instance; a fake twin makes the step, so the instance is
-    not changed. Its settings must be arguments of its class. If the twin's step fails, a
-    PlanWarning says why, and the instance's current state is counted. For an absent GPU, it makes
-    the step for all parameters at once (`foreach`), as torch does on a GPU.
+    not touched. Its settings must be those the class takes. If the twin's step fails, a PlanWarning
+    says why, and the instance's current state is counted. On a GPU that is not here it makes the
+    step for all parameters at once (`foreach`), as torch does on one.
     """
     try:
         return _of_a_step(model, optimizer, gpu)
@@ -213,11 +213,11 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
                 fake.grad = torch.empty_like(fake)
         twin = kind(twins)
         for group in twin.param_groups:
-            # By default it depends on the class of the tensors, and fake ones have another.
+            # The default depends on the type of the tensors, which are fake.
             if gpu is not None and group.get("foreach", False) is None and not group.get("fused"):
                 group["foreach"] = True
         known = [*fakes.values(), *(fake.grad for fake in fakes.values() if fake.grad is not None)]
-        # Some optimizers create their state before the first step.
+        # Some create state before the first step.
         state_bytes = sum(_sizes_of(twin.state, place))
         known += tensors([*twin.state.values()])
         scratch = _number_bytes if gpu is None else None
@@ -225,19 +225,19 @@ def _of_a_step(model: torch.nn.Module, optimizer: Any, gpu: Gpu | None) -> Optim
             twin.step()
     sizes = _sizes_of(twin.state, place)
     state = sum(sizes)
-    # State created by the step stays, and is counted as state.
+    # State that the step itself created is kept, and counted with the rest of the state.
     transient = tracker.peak_bytes - tracker.start_bytes - (state - state_bytes)
     return OptimizerMemory(state, max(0, transient), sizes)
 
 
 def _number_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _: Any) -> int:
-    """Bytes that a CPU kernel needs for a Python number in the place of a tensor.
+    """Bytes that a CPU kernel takes for a Python number in place of a tensor.
 
-    The number becomes a tensor, and another one of the dtype of the computation.
+    The number becomes a tensor, and another one of the dtype that is computed in.
     """
     flat = tree_leaves((args, kwargs))
     one = func.overloadpacket in _TAKES_NUMBER and isinstance(flat[1], int | float)
-    # Lists of tensors are processed one by one.
+    # `_foreach` ops compute tensors one by one on the CPU.
     per_number = func.overloadpacket in _TAKES_NUMBERS and func._overloadname.startswith("Scalar")
     # Eight bytes: Python's numbers become tensors of int64 or float64.
     return 8 + int(flat[0].element_size()) if one or per_number else 0

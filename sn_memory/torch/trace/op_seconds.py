@@ -1,17 +1,17 @@
 """Seconds and scratch of each call: measured once per signature, kept in a file.
 
-A signature is the op, and shape, strides and dtype of each tensor. Tensors of that form are created
-for timing, so only one op's working set is needed, and a model too large to run can be timed.
-Calls that cannot be timed like this (an op that checks its values) are left to the roofline, and
-the plan says how many. So are unsafe ones. A call is timed with random floats and with integers of
-0. Most kernels accept any values; some read or write at integer offsets, or take bytes that another
-kernel packed, and then made-up values crash the process, or on a GPU its context, which cannot be
-caught. `timeable` lists what is safe:
+A signature is the op with the shape, strides and dtype of each tensor. Calls are timed on new
+tensors of that form, so memory for one op's working set is enough, and a model too large to run can
+be timed. Ops that cannot be timed like this (e.g. one that checks its values) are estimated by a
+roofline, and the plan states their number. So are ops that must not be. A call is timed on random
+floats and on integers that are 0. Most kernels take any; some read or write at addresses given by
+integers, or take bytes that another kernel packed, and synthetic values then crash the process, or
+on a GPU its context, which cannot be caught like an error. `timeable` selects what is safe:
 
-- torch's own ops only: others may expect anything, and a collective waits;
-- ops on floats and bools only, unless listed here as odd;
-- with integer tensors, elementwise ops, reductions, sorts and copies, and ops that check their
-  indices, so that 0 is a valid index.
+- only torch's own ops: ops registered by others may expect anything, and a collective waits;
+- ops that take only floats and booleans, unless they are listed here as odd;
+- with integers among their tensors: elementwise ops, reductions, sorts and moves, and ops that
+  check their indices, for which 0 is a valid index.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .record import Call, Recording, View, form_of
 
 log = logging.getLogger(__name__)
 
-# Per device and settings, the number of elements its speeds were measured with, and the speeds.
+# Per device and settings: the number of elements with which speeds were measured, and the speeds.
 _MEASURED: dict[tuple[str, str], tuple[int, Device]] = {}
 _TRAINING: ContextVar[bool] = ContextVar("sn_memory.training", default=False)
 _OWN = ("aten", "prims", "torch_nn")
@@ -67,13 +67,13 @@ _INDEXES = (
     "value_selecting_reduction_backward "
     "_linear_cross_entropy_batch_chunked _linear_cross_entropy_batch_chunked_no_reduction "
 )
-# Their integers are seed and offset of random numbers.
+# Their integers are the seed and the offset of random numbers.
 _SEEDED = (
     "_scaled_dot_product_flash_attention_backward "
     "_scaled_dot_product_efficient_attention_backward "
     "_scaled_dot_product_cudnn_attention_backward native_dropout_backward "
 )
-# Inputs packed by another kernel are made by that kernel when ops are timed.
+# Its packed argument is made by the forward kernel before it is timed.
 _PACKED = "mkldnn_rnn_layer_backward "
 _INTEGERS = frozenset((_MOVES + _INDEXES + _SEEDED + _PACKED).split())
 # Their floats are packed by another kernel, or must be consistent.
@@ -87,7 +87,7 @@ _NOT_TIMED = frozenset(_ODD.split())
 
 @contextmanager
 def while_training() -> Iterator[None]:
-    """Measure nothing inside: measuring unknown ops takes memory that the budget does not have."""
+    """Measure nothing inside: that takes memory, for which a budget has no room."""
     token = _TRAINING.set(True)
     try:
         yield
@@ -96,24 +96,24 @@ def while_training() -> Iterator[None]:
 
 
 def _may_measure(device: torch.device) -> bool:
-    # The CPU's allocator only reports to one profiler: with the caller's active, nothing can be
-    # measured, and would be stored as unmeasurable. Other devices have statistics.
+    # The CPU's allocator reports to one profiler only: with a caller's running, measuring fails,
+    # and the op would be stored as one that cannot be measured. Other devices have statistics.
     return not _TRAINING.get() and (is_apart(device) or not is_profiled())
 
 
-# Seconds and scratch bytes of a call; None where it could not or may not be run.
+# Seconds and scratch bytes of a call; None if it could not or must not be run.
 Cost = tuple[float, int] | None
 _NONE: Final[Mapping[tuple[str, str], OpTimes]] = {}
-# The open table, by the name of its file and the settings that it is for.
+# The open tables, by the names of their files and their settings.
 _OPEN: ContextVar[Mapping[tuple[str, str], OpTimes]] = ContextVar("sn_memory.op_times")
 
 
 @contextmanager
 def op_times(device: torch.device) -> Iterator[OpTimes]:
-    """Open the table of a device's op times, and save new measurements once at the end.
+    """Yield the table of a device's ops, and save new measurements once, at the end.
 
-    Nested blocks for the same device and settings share the table, which the outermost block saves,
-    because each write rewrites the whole file.
+    A nested block for the same device and settings yields the same table, which the outermost block
+    saves: a save takes a lock, and writes the whole file.
     """
     where = cache_name(device), circumstances()
     opened = _OPEN.get(_NONE)
@@ -126,12 +126,12 @@ def op_times(device: torch.device) -> Iterator[OpTimes]:
         yield times
     finally:
         _OPEN.reset(token)
-        # Also after an error: earlier measurements are valid.
+        # After an error as well: what was measured by then is valid.
         times.save(device)
 
 
 def read_times(device: torch.device) -> OpTimes:
-    """Return the table of a device under the current settings: the open one, or the file's."""
+    """Return the table of a device's ops under current settings: the open one, or the file's."""
     name, settings = cache_name(device), circumstances()
     return _OPEN.get(_NONE).get((name, settings)) or OpTimes(name, _is_cost, settings)
 
@@ -144,15 +144,15 @@ def timed(
     device: Device | None,
     untimed: Container[int] = (),
 ) -> tuple[Device, list[Cost]]:
-    """Return a device's speeds and the cost of each call on it; None is estimated by speeds.
+    """Return a device's speeds and the cost of each call on it; None: estimated by the speeds.
 
-    device : known speeds; untimed : numbers of calls to estimate by speeds
+    device : speeds that are known; untimed : indices of calls that are not timed
     """
-    if not profile or place.type == "meta":  # where nothing runs
+    if not profile or place.type == "meta":  # nothing can run there
         return device or NOMINAL, [None] * len(recording.calls)
     calls = {at: call for at, call in enumerate(recording.calls) if at not in untimed}
     if device is None:
-        # With arrays no larger than those of ops, so that it takes no more memory than timing ops.
+        # With arrays no larger than an op's, so that this takes no more memory than timing ops.
         touched = ({*call.reads, *call.makes, *call.writes} for call in calls.values())
         sizes = (sum(recording.nbytes[storage] for storage in storages) for storages in touched)
         device = measured_device(place, max(sizes, default=0))
@@ -165,19 +165,19 @@ def timed(
 def cached_costs(
     works: Sequence[tuple[str, Callable[[], Cost]]], device: torch.device
 ) -> list[Cost]:
-    """Return costs per (signature, function that measures them), from the file where it can."""
+    """Return costs per (signature, function that measures it), from the file where possible."""
     with op_times(device) as times:
         keys = [times.key(text) for text, _ in works]
         if _may_measure(device):
             measures = zip(keys, (measure for _, measure in works), strict=True)
             missing = {key: measure for key, measure in measures if key not in times.table}
             times.table.update(while_time_lasts(missing))
-        # Read from the table again, as time may be up before everything is measured.
+        # Read from the table again, as time may have run out before all were measured.
         return _known(times, keys)
 
 
 def known_costs(recording: Recording, device: torch.device) -> list[Cost]:
-    """Return the costs of calls that the file has; measure nothing."""
+    """Return the costs of calls as far as the file has them; nothing is measured."""
     times = read_times(device)
     return _known(times, [times.key(signature(call)) for call in recording.calls])
 
@@ -189,7 +189,7 @@ def _known(times: OpTimes, keys: Sequence[str]) -> list[Cost]:
 
 
 def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cost) -> int:
-    """Return the scratch of a call: as measured, else by rule."""
+    """Return the scratch of a call: measured, else by rule."""
     if cost is not None:
         return cost[1]
     if is_chunked_loss(call.target):
@@ -201,10 +201,10 @@ def scratch_of(call: Call, recording: Recording, device: torch.device, cost: Cos
 
 
 def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., int]:
-    """Return a function that returns the scratch of each call in a step without values.
+    """Return a function for the scratch of calls in a step without values.
 
-    As measured for an earlier trace; calls with scratch by a rule are measured now if ops are timed
-    at all, else the rule is used. On a device without rules, each op is measured.
+    Measurements of earlier traces are used. Ops that need scratch by rule are measured now if
+    `profile`, else the rule counts. On a device without a rule, each op is measured.
     """
     times = read_times(device)
 
@@ -213,7 +213,7 @@ def scratch_of_steps(device: torch.device, *, profile: bool) -> Callable[..., in
         ends = tree_leaves(results)
         operands = [end for end in (*flat, *ends) if isinstance(end, torch.Tensor)]
         if not all(tensor.layout is torch.strided for tensor in operands):
-            return 0  # the rules, like plans, are for strided tensors only
+            return 0  # the rule is for strided tensors, as is planning
         storages: dict[int, int] = {}
         nbytes: list[int] = []
 
@@ -251,7 +251,7 @@ def _is_cost(value: Any) -> bool:
 
 
 def circumstances() -> str:
-    """Settings of torch that change a call's time, or its kernel."""
+    """Settings of torch on which the time or the kernel of a call depends."""
     backends: Any = torch.backends
     products = backends.cuda.matmul
     settings = {
@@ -264,14 +264,14 @@ def circumstances() -> str:
         "mkldnn": getattr(backends.mkldnn, "enabled", None),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "threads": torch.get_num_threads(),
-        # It limits the instruction sets that oneDNN uses.
+        # Limits the instruction sets that oneDNN uses.
         "isa": os.environ.get("ONEDNN_MAX_CPU_ISA", os.environ.get("DNNL_MAX_CPU_ISA")),
     }
     return str(settings)
 
 
 def _precisions() -> list[Any]:
-    """How products in float32 are rounded, by library."""
+    """Precision of float32 products, by library."""
     backends: Any = torch.backends
     try:
         places = (
@@ -279,7 +279,7 @@ def _precisions() -> list[Any]:
             *(backends.cudnn.conv, backends.cudnn.rnn),
             *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
         )
-        # Not by allow_tf32 and the like, which raise if these have been set.
+        # Not by allow_tf32 and similar flags, which raise if these settings were used.
         return [place.fp32_precision for place in places]
     except AttributeError:  # before torch 2.9
         flags = backends.cuda.matmul.allow_tf32, backends.cudnn.allow_tf32
@@ -296,12 +296,12 @@ def cache_name(device: torch.device) -> str:
 
 
 def signature(call: Call) -> str:
-    """What the cost of a call depends on, as text."""
+    """Everything that the cost of a call depends on, as text."""
     numbers: dict[int, int] = {}
     parts = []
     for arg in call.flat:
         if isinstance(arg, View):
-            # Whether arguments share a storage matters: an in-place op reads less.
+            # Whether two arguments share their storage matters: an in-place op reads less.
             same = numbers.setdefault(arg.storage, len(numbers))
             parts.append(f"{arg.dtype}{arg.size}{arg.stride}@{same}")
         else:
@@ -311,11 +311,11 @@ def signature(call: Call) -> str:
 
 
 def measured_device(device: torch.device, room_bytes: int) -> Device:
-    """Measure the speeds of a device: matrix products, copies, transfers.
+    """Return the measured speeds of a device: matrix products, copies, transfers.
 
-    Measured once per process, and again only with more room; never while a model trains.
+    They are measured once per process, again only with more room, and never while a model trains.
 
-    room_bytes : memory of the largest timed op, which this does not exceed
+    room_bytes : bytes of the largest op that is timed; this takes no more
     """
     # Three blocks of floats: two factors and their product.
     count = max(min(1 << 24, room_bytes // 12), 1 << 12)
@@ -340,7 +340,7 @@ def measured_device(device: torch.device, room_bytes: int) -> Device:
 
 
 def transfer_speeds(block: torch.Tensor) -> tuple[float, float]:
-    """Return bytes per second from a block's device to the host, pinned memory, and back."""
+    """Return bytes per second from a block's device to the host (pinned memory) and back."""
     device = block.device
     host = torch.empty_like(block, device="cpu", pin_memory=is_apart(device))
     to_host_s = best_seconds(lambda: host.copy_(block), device)
@@ -349,10 +349,10 @@ def transfer_speeds(block: torch.Tensor) -> tuple[float, float]:
 
 
 def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
-    """Return a function that runs a call on new tensors in the recorded forms."""
+    """Return a call on new tensors of the recorded forms."""
     storages: dict[int, torch.UntypedStorage] = {}
-    # One storage may be viewed as floats and as integers, if only the shape of the floats is used;
-    # the integers decide, as they may be offsets.
+    # A storage may be viewed as floats and as integers, where only the shape of the floats is read;
+    # the integers decide the contents, as they may be addresses.
     types = {view.storage: view.dtype for view in call.views}
     types |= {view.storage: view.dtype for view in call.views if not view.dtype.is_floating_point}
 
@@ -372,14 +372,14 @@ def rebuilt(call: Call, recording: Recording) -> Callable[[], Any]:
 
 def _cost(call: Call, recording: Recording, device: torch.device) -> Cost:
     try:
-        # Only oneDNN's LSTM does less without gradients: it then makes no workspace.
+        # Only oneDNN's LSTM kernel does less without gradients: it then makes no workspace.
         saves = call.target is recurrent.LAYER and None not in call.outputs
         with torch.set_grad_enabled(saves):
             run = rebuilt(call, recording)
             seconds = best_seconds(run, device)
-            # After the runs that fill kernel caches, which stay.
+            # After the timed runs, which fill kernels' caches, as these are kept.
             return seconds, measured_bytes(run, device)
-    except Exception as error:  # noqa: BLE001 - whatever an op says to values that are made up
+    except Exception as error:  # noqa: BLE001 - an op may raise anything on synthetic values
         log.info(
             "%s could not be timed (%s); its seconds are estimated by a roofline",
             call.target,
@@ -391,7 +391,7 @@ def _cost(call: Call, recording: Recording, device: torch.device) -> Cost:
 def _filled(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.UntypedStorage:
     count = nbytes // dtype.itemsize
     if dtype.is_floating_point:
-        # Not zeros: zeros and denormals are faster or slower than typical values.
+        # Not zeros: denormals and zeros are slower or faster than values in training.
         return torch.rand(count, device=device).to(dtype).untyped_storage()
     # Indices: 0 is always in range.
     return torch.zeros(count, dtype=dtype, device=device).untyped_storage()
@@ -399,14 +399,14 @@ def _filled(nbytes: int, dtype: torch.dtype, device: torch.device) -> torch.Unty
 
 def clock_of(device: torch.device) -> Callable[[], float]:
     """Return the clock by which work on a device is timed."""
-    # A single thread's CPU time is unaffected by a busy machine; several threads wait for each
+    # A single thread's CPU time excludes time lost on a busy machine; several threads wait for each
     # other, which only wall-clock time includes.
     alone = device.type == "cpu" and torch.get_num_threads() == 1
     return time.thread_time if alone else time.perf_counter
 
 
 def best_seconds(work: Any, device: torch.device) -> float:
-    """Seconds of the fastest of a few runs, after one to warm up."""
+    """Seconds of the fastest of a few runs, after a warm-up."""
     clock = clock_of(device)
 
     def done() -> None:
@@ -417,7 +417,7 @@ def best_seconds(work: Any, device: torch.device) -> float:
 
 
 def timeable(call: Call) -> bool:
-    """Whether a call may safely run on made-up tensors."""
+    """Whether a call may be run on synthetic tensors."""
     if call.target.namespace not in _OWN or call.name in _NOT_TIMED:
         return False
     types = {view.dtype for view in call.views}

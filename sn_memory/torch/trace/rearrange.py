@@ -1,13 +1,13 @@
-"""Rearrange the recorded step so that it holds and computes no more than necessary.
+"""Rearrangement of the recorded step, so that it holds and computes no more than necessary.
 
-Under a trace, autograd computes unused results. It sums gradients into new storages, as it cannot
-tell that it holds the only reference; and elementwise functions write their gradient to a new
-storage, although the old one is no longer needed.
+Under a trace autograd computes results that are not needed. It adds gradients into new storages, as
+it cannot tell there that it holds the only reference; and computes gradients of elementwise
+functions into new storages, though the old ones are not needed any more.
 
-It also runs each part of a layer's backward pass as soon as possible. But the gradient of a
-parameter is only needed at the end, and until then it may be larger than what it is computed from;
-a convolution's two gradients need not be computed while the inputs of both are live; and some calls
-get a tensor of which they only read the shape.
+It also runs each layer's backward pass as soon as possible. But the gradient of a parameter is
+needed only at the end, and may be larger than what it is computed from; a convolution's gradients
+can be computed one by one, so that not all inputs are live at once; and some calls are passed a
+tensor of which they read only the shape.
 
 None of this changes a bit of any result: the same kernels run on the same numbers.
 """
@@ -34,8 +34,8 @@ from .record import (
 )
 
 _aten = torch.ops.aten
-# Elementwise calls, with the overload that can write over the first argument, and the name of its
-# argument for the destination.
+# Elementwise calls, with the overload that overwrites the first argument, and the name of its
+# argument for the output.
 IN_PLACE: dict[Any, tuple[Any, str | None]] = {
     _aten.add.Tensor: (_aten.add_.Tensor, None),
     _aten.mul.Tensor: (_aten.mul_.Tensor, None),
@@ -49,8 +49,8 @@ IN_PLACE: dict[Any, tuple[Any, str | None]] = {
         )
     },
 }
-# The argument of which only the shape is read, on the devices below; for a convolution, only by a
-# call for the gradient of its input.
+# Argument of which only the shape is read, on the devices below; for a convolution, only by a call
+# for the gradient of its input.
 _SHAPE_ONLY: dict[Any, int] = {
     CONVOLUTION_BACKWARD: 1,
     _aten.max_pool2d_with_indices_backward.default: 1,
@@ -63,21 +63,21 @@ _DEVICES = ("cpu", "cuda")
 
 
 def separate_sums(captured: Captured) -> Captured:
-    """Return a step that lets autograd sum the gradients of an input.
+    """Return a step that leaves the summation of an input's gradients to autograd.
 
-    A part of a larger step may share an input with other parts. Their gradients come first then,
-    and rounding depends on the order: gradients are added one by one, not as the sum of this part.
+    A part of a larger step may share an input with other parts, whose gradients come first. As
+    rounding depends on the order, gradients are added one by one, not the sum of this part.
     """
     calls = captured.recording.calls
     maker = {storage: at for at, call in enumerate(calls) for storage in call.makes}
-    # Per argument, not per call: x + x has two uses of x. A sum for another input stays.
+    # Per argument, not per call: x + x uses x twice. A sum that another gradient uses stays.
     uses = Counter(view.storage for call in calls for view in call.views)
     uses.update(storage for call in calls for storage in call.writes)
     uses.update(view.storage for _, view in captured.gradients if view is not None)
     dropped: set[int] = set()
 
     def addends(gradient: View) -> list[View]:
-        """Return the terms of a gradient, in the order in which autograd added them."""
+        """Return the summands of a gradient, in the order in which autograd added them."""
         later: list[View] = []
         while True:
             at = maker.get(gradient.storage, -1)
@@ -86,7 +86,7 @@ def separate_sums(captured: Captured) -> Captured:
             if (
                 at < captured.boundary
                 or call.target is not _aten.add.Tensor
-                # A number beside the two is `alpha`, a factor.
+                # A third argument is `alpha`, a factor.
                 or len(call.flat) != 2
                 or [(view.size, view.dtype) for view in call.views] != [form, form]
                 or uses[gradient.storage] > 1
@@ -107,7 +107,7 @@ def separate_sums(captured: Captured) -> Captured:
 
 
 def owned(captured: Captured) -> set[int]:
-    """Storages that are held outside of the calls: inputs, outputs, and gradients passed in."""
+    """Storages that are held outside of the calls: inputs, outputs, gradients."""
     views = [view for _, view in captured.gradients if view is not None]
     views += captured.output_gradients
     return captured.returned | {view.storage for view in views} | set(captured.recording.roles)
@@ -123,11 +123,11 @@ def last_uses(recording: Recording) -> list[int]:
 
 
 def without_unused(captured: Captured) -> Captured:
-    """Drop calls whose results nothing reads; keep those that draw or write."""
+    """Drop calls whose results are not read; those that draw random numbers or write stay."""
     needed = owned(captured)
     kept: list[Call] = []
     boundary = captured.boundary
-    # From the back, so that the readers of a call's results are already known.
+    # From the end: all readers of a call are known by then.
     for at in reversed(range(len(captured.recording.calls))):
         call = captured.recording.calls[at]
         idle = call.makes and not call.writes and not call.random
@@ -141,11 +141,11 @@ def without_unused(captured: Captured) -> Captured:
 
 
 def _rounds_alike(call: Call) -> bool:
-    """Whether a kernel that writes over its first argument rounds like one that writes elsewhere.
+    """Whether a kernel that overwrites its first argument rounds like one that does not.
 
-    Either each number is a single sum, product or quotient of real ones, or all tensors have the
-    same layout, so that any kernel iterates in the same way: vector lanes may round differently
-    from scalar code.
+    Each element is a single sum, product or quotient of real numbers, or all tensors have the same
+    layout, so that kernels iterate over them in the same way: vectorized code may round differently
+    than scalar code.
     """
     arithmetic = call.target in (_aten.add.Tensor, _aten.mul.Tensor, _aten.div.Tensor)
     out = call.outputs[0]
@@ -154,14 +154,14 @@ def _rounds_alike(call: Call) -> bool:
 
 
 def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
-    """Write sums, products and elementwise gradients over a gradient at its last use.
+    """Let sums, products and elementwise gradients overwrite a gradient at its last use.
 
-    The same kernel runs on the same numbers; only the destination differs. With `sums_only`, this
-    is what autograd does without a trace.
+    The same kernel runs on the same numbers; only its output differs. With `sums_only` it does what
+    autograd does without a trace.
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
-    # Per storage of a result that is now written over an argument, the storage of that argument.
+    # Per storage of a result that now overwrites an argument, the storage of that argument.
     heir: dict[int, int] = {}
     made_backward: set[int] = set()
 
@@ -194,12 +194,12 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
             first, *others = call.flat
             out = call.outputs[0]
             summed = call.target is _aten.add.Tensor and isinstance(others[0], View)
-            # Results of the forward pass may be dropped and rebuilt, unless they are overwritten.
-            ours = not sums_only and isinstance(first, View) and first.storage in made_backward
-            may = summed or (ours and _rounds_alike(call))
+            # Results of the forward pass may be recomputed, unless they are overwritten.
+            own = not sums_only and isinstance(first, View) and first.storage in made_backward
+            may = summed or (own and _rounds_alike(call))
             if may and isinstance(first, View) and out and gives_way(first, others, out, at):
                 heir[out.storage] = first.storage
-                # It stays live as long as the result.
+                # It now lives as long as the result.
                 last[first.storage] = last[out.storage]
                 if out.storage in held:
                     held.add(first.storage)
@@ -213,7 +213,7 @@ def in_place(captured: Captured, *, sums_only: bool = False) -> Captured:
 
 
 def _over(call: Call, first: View) -> Call:
-    """Return the call that writes the result over the first argument."""
+    """Return the variant of a call that overwrites its first argument."""
     target, place = IN_PLACE[call.target]
     flat, spec = call.flat, call.spec
     if place is not None:
@@ -234,7 +234,7 @@ def _over(call: Call, first: View) -> Call:
 def split_conv_backward(captured: Captured) -> Captured:
     """Split each `convolution_backward` into two calls: weight and bias first, then the input.
 
-    Internally these are separate kernels; as one call it holds its input until both have run.
+    It runs separate kernels; as one call it holds its input until both have run.
     """
     calls: list[Call] = []
     for call in captured.recording.calls:
@@ -255,13 +255,13 @@ def split_conv_backward(captured: Captured) -> Captured:
 def defer_weight_grads(captured: Captured) -> Captured:
     """Compute gradients of parameters last if they are larger than what they are computed from.
 
-    Only those that nothing else reads, from arguments that nothing overwrites until then. Arguments
-    that another such call already keeps cost nothing.
+    Only those that nothing else reads, of arguments that nothing overwrites until then. Arguments
+    that another deferred call already keeps are not counted.
     """
     recording, held = captured.recording, owned(captured)
     calls, last = recording.calls, last_uses(recording)
     final = {view.storage for _, view in captured.gradients if view is not None}
-    # A gradient that is an input of the step is not made by a call.
+    # No call makes a gradient that is an input of the step.
     final -= set(recording.roles)
     written = {storage: at for at, call in enumerate(calls) for storage in call.writes}
     wanted = [
@@ -276,7 +276,7 @@ def defer_weight_grads(captured: Captured) -> Captured:
     late: set[int] = set()
     kept: set[int] = set(held)
     before = -1
-    # Arguments kept by one call cost the next one nothing, so more may pay off.
+    # What one deferred call keeps costs the next one nothing, so more calls may be worth it.
     while len(late) > before:
         before = len(late)
         for at in wanted:
@@ -291,12 +291,11 @@ def defer_weight_grads(captured: Captured) -> Captured:
 
 
 def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Captured:
-    """Add each gradient of a parameter to the existing one, and free it.
+    """Accumulate each gradient of a parameter into an existing one, and free it.
 
-    As soon as no other call needs it or the parameter: autograd accumulates it then, and a hook may
-    change either. So the call counts as one that changes the parameter as well. With
-    `early_update` there is no existing gradient: a hook updates the parameter with it, by the
-    optimizer's rule.
+    This happens as soon as no other call needs it or the parameter: autograd passes it on then, and
+    a hook may change either. So the call counts as one that changes the parameter, too. With
+    `early_update` there is no earlier gradient: a hook updates the parameter itself.
     """
     recording = captured.recording
     calls, last = recording.calls, last_uses(recording)
@@ -319,7 +318,7 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
         at = max(last[view.storage], read.get(own.storage, -1), captured.boundary - 1)
         add, writes = _aten.add_.Tensor, tuple(dict.fromkeys((target.storage, own.storage)))
         summed = Call(add, tuple(flat), spec, (target,), (), writes, "backward", False, name)
-        # Numbered by parameter, after all calls, so that its name does not depend on its place.
+        # Numbered by the parameter, above all calls: so the name does not depend on the position.
         after.setdefault(at, []).append((len(calls) + place, summed))
     numbered = list(after.get(-1, ()))
     for at, pair in enumerate(zip(captured.numbers or range(len(calls)), calls, strict=True)):
@@ -332,10 +331,10 @@ def accumulate_in_place(captured: Captured, *, early_update: bool = False) -> Ca
 
 
 def replace_shape_only_inputs(captured: Captured) -> Captured:
-    """Pass another tensor to a call that only reads the shape of an argument.
+    """Replace arguments of which a call reads only the shape by other memory of that shape.
 
-    One that is live anyway: another argument of the call, a parameter, or a gradient that was made
-    before and is read later.
+    This is memory that is live anyway: another argument of the call, a parameter, or a gradient
+    that was made before and is read afterwards.
     """
     recording, held = captured.recording, owned(captured)
     last = last_uses(recording)
@@ -349,7 +348,7 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
             others = [
                 *values_read(call),
                 *parameters,
-                # A storage last used here is another argument, or the one to be replaced.
+                # A storage last used here is another argument, or the one to be freed.
                 *sorted(storage for storage in live if last[storage] != at),
             ]
             call = _substituted(recording, call, place, others)
@@ -361,7 +360,7 @@ def replace_shape_only_inputs(captured: Captured) -> Captured:
 
 
 def place_of_shape(call: Call) -> int | None:
-    """Position among the flat arguments of the tensor of which only the shape is read; or None."""
+    """Index in the flat arguments of the tensor of which only the shape is read, or None."""
     place = _SHAPE_ONLY.get(call.target)
     if place is None or not isinstance(call.flat[place], View):
         return None
@@ -374,7 +373,7 @@ def place_of_shape(call: Call) -> int | None:
 
 
 def values_read(call: Call) -> list[int]:
-    """Return the storages of arguments whose values are read, not only their shapes."""
+    """Return the storages of arguments whose values are read, not only the shape."""
     shape = place_of_shape(call)
     places = enumerate(call.flat)
     return [arg.storage for at, arg in places if isinstance(arg, View) and at != shape]
@@ -383,7 +382,7 @@ def values_read(call: Call) -> list[int]:
 def _substituted(recording: Recording, call: Call, place: int, others: list[int]) -> Call:
     view, device = call.flat[place], recording.device
     if sum(other.storage == view.storage for other in call.views) > 1:
-        return call  # It is held for another argument anyway.
+        return call  # Another argument needs the storage anyway.
     # Elements from the first to the last.
     reach = 1 + sum((size - 1) * step for size, step in zip(view.size, view.stride, strict=True))
     nbytes = 0 if 0 in view.size else reach * view.dtype.itemsize

@@ -1,9 +1,9 @@
-"""Record what torch runs below autograd, as calls on storages.
+"""Recording of what torch runs below autograd, as calls on storages.
 
-FX graphs name tensors, and make_fx or AOTAutograd replace in-place ops; then neither the memory nor
-the bits are those of the eager run. Here a dispatch mode records each call as it reaches the
-kernels, forward and backward alike, and each tensor as a *view*: a storage with size, stride and
-dtype. View ops cost nothing and are not calls; each use of a view makes it again.
+FX graphs name tensors, and make_fx or AOTAutograd functionalize in-place ops; then neither the
+memory nor the bits are those of the eager run. Here a dispatch mode records each call as it reaches
+the kernels, in forward and backward pass, and each tensor as a *view*: a storage with size, stride
+and offset. View ops cost nothing and are not calls; views are recreated where they are needed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ..model.results import Form
 from ..model.snapshot import named_arguments, written_arguments, written_to
 from ..target.accelerator import asked_for_device
 
-# torch conjugates and negates lazily: by a bit of the tensor, which a reading kernel resolves. A
-# View has no such bit, so the result is computed immediately.
+# torch conjugates and negates lazily: by a bit of the tensor, resolved by the kernel that reads it.
+# A View has no such bit, so the result is computed immediately.
 _MADE_AT_ONCE = {
     torch.ops.aten._conj.default: torch.ops.aten._conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
@@ -40,20 +40,20 @@ _FORM_ONLY = {
         *("new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided"),
     )
 }
-# Tagged as random, but they draw nothing: they get the seed and offset that the forward call
-# returned, so their dropout is not a random op in the backward pass, which would be refused.
+# Tagged as random, but they draw nothing: they take the seed and offset that the forward call
+# returned, so they are not random ops of the backward pass, which would be refused.
 _SEED_GIVEN = {
     getattr(torch.ops.aten, name)
     for kind in ("cudnn", "flash", "efficient")
     if hasattr(torch.ops.aten, name := f"_scaled_dot_product_{kind}_attention_backward")
 }
 CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-MASK = 10  # position of `output_mask`: which gradients to compute, of input, weight and bias
+MASK = 10  # index of `output_mask`: the requested gradients, of input, weight and bias
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A tensor's view of a storage: what `as_strided` needs."""
+    """A tensor as a view of a storage: the arguments of `as_strided`."""
 
     storage: int
     size: tuple[int, ...]
@@ -63,11 +63,11 @@ class View:
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...], torch.dtype]:
-        """Size, stride and dtype, which determine the kernel; without the offset."""
+        """Size, stride and dtype, by which kernels are selected; without the offset."""
         return self.size, self.stride, self.dtype
 
     def shows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor views its storage, whichever that is, in this way."""
+        """Whether a tensor is this view of its storage, whichever that is."""
         return (
             tensor.size() == self.size
             and tensor.stride() == self.stride
@@ -88,24 +88,24 @@ def _one_of(spec: Any) -> Any:
 
 
 def flattened(tree: Any) -> tuple[list[Any], Any]:
-    """Like `tree_flatten`, but equal specifications are one object: a deep net has few."""
+    """Like `tree_flatten`, but equal specifications are the same object: a deep net has few."""
     flat, spec = tree_flatten(tree)
     return flat, _one_of(spec)
 
 
-# Observed result layouts of kernels: by the forms of the arguments, the form of each result.
+# Observed layouts of kernels: the forms of the results, by the forms of the arguments.
 Layouts = dict[Hashable, tuple[View | None, ...]]
 
 
 def layout_key(func: Any, flat: Sequence[Any]) -> Hashable:
-    """The key of a kernel's result layouts: the forms of its arguments, not their values."""
+    """Key for the layout of a kernel's results: the forms of its arguments, not their values."""
     return str(func), *(arg.form if isinstance(arg, View) else repr(arg) for arg in flat)
 
 
 def convolution_parts(flat: Sequence[Any], spec: Any) -> list[tuple[list[bool], list[Any], Any]]:
-    """Return the two calls that replace a `convolution_backward` in a replay: mask, flat, spec.
+    """Return the two calls into which a replay splits `convolution_backward`: mask, flat, spec.
 
-    Weight and bias first, then the input; none if only one of them is requested.
+    Weight and bias first, then the input; empty if only one of them is requested.
     """
     args, kwargs = tree_unflatten(list(flat), spec)
     wanted = list(args[MASK])
@@ -121,11 +121,11 @@ class Call:
     """One call of a kernel.
 
     target : the overload, e.g. `torch.ops.aten.mul.Tensor`
-    flat, spec : arguments, flattened, with a View in place of each tensor
+    flat, spec : arguments, flattened; tensors as View
     outputs : per flat output: its View, or None if it is not a tensor
-    makes, writes : storages that this call allocates; storages it changes
+    makes, writes : storages that this call creates; storages that it changes
     phase : `forward` or `backward`
-    random : it draws from torch's random number generator
+    random : whether it draws from torch's random number generator
     scope : path of the module that ran it, e.g. `layer1.0.conv1`; empty in the backward pass
     """
 
@@ -155,7 +155,7 @@ class Call:
         return tuple(dict.fromkeys(view.storage for view in self.views))
 
     def arguments(self, tensor_of: Callable[[View], Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) with each View replaced by `tensor_of`."""
+        """Return (args, kwargs) with each view replaced by `tensor_of` of it."""
         flat = [tensor_of(arg) if isinstance(arg, View) else arg for arg in self.flat]
         args, kwargs = tree_unflatten(flat, self.spec)
         return args, kwargs
@@ -166,8 +166,8 @@ class Recording:
     """Calls in order, and the storages they work on.
 
     nbytes, device : per storage
-    roles : the role of each storage that existed before the first call
-    constants : those of these storages that belong to neither model nor caller, with their tensors
+    roles : role of each storage that existed before the first call
+    constants : those of these storages that only the recording holds, with their tensors
     """
 
     calls: list[Call] = field(default_factory=list)
@@ -179,33 +179,33 @@ class Recording:
 
 @dataclass(frozen=True)
 class Captured:
-    """The calls of a training step, and the meaning of its storages.
+    """The calls of a training step, and the roles of storages.
 
-    boundary : the number of calls in the forward pass; the loss comes after those.
-    parameters, buffers : path and View of each; the first of several paths to the same tensor.
+    boundary : number of calls that belong to the forward pass; the loss comes after those.
+    parameters, buffers : path and View of each; of several paths to the same tensor the first.
     inputs : View per flat input, None if it is not a tensor
     outputs : per flat output: its View, or the value itself if it is not a tensor.
-    output_form : the structure of the flat outputs in what the model returns
-    differentiable : per flat output, whether it may get a gradient
-    output_gradients : View of the gradient of each output at which the backward pass begins, in the
-        layout that the backward pass expects
+    output_form : structure that the model returns, filled with the flat outputs
+    differentiable : per flat output, whether it may receive a gradient
+    output_gradients : view of the gradient of each output at which the backward pass begins, in the
+        layout that this pass expects
     gradients : name and View of the gradient for each parameter that requires one and then for each
         flat input that does (`input 0`); None if these outputs do not depend on it.
     only_outside : the forward pass runs under autocast, and the backward pass, recorded outside of
         it as torch advises, would make other calls inside
-    numbers : per call, its position before any was deferred; empty if none was. Ops are named by
-        it, so that they have the same names at another batch size, where others are deferred.
-    earlier : per parameter that has a gradient when the step begins, e.g. after an earlier
-        micro-batch, its name and the storage of that gradient. A call adds the new gradient to it;
-        in a replay, autograd does.
-    updated : per parameter that is updated as soon as its gradient is complete, after which the
-        gradient is freed, its name and storage. The update is a call; in a replay, a hook does it.
-    ones : positions of flat inputs that are all ones: the model reads them, and would otherwise
-        make other calls.
-    looked : these, and those of inputs that are not, if it would make other calls if they were
+    numbers : per call, its index before any was deferred; empty if none was. Ops are named by it,
+        so that they have the same names at another batch size, where others are deferred.
+    earlier : name and gradient storage of each parameter that has a gradient when the step begins,
+        e.g. after an earlier micro-batch. A call accumulates the new one into it; in a replay,
+        autograd does.
+    updated : name and storage of each parameter that is updated as soon as its gradient is
+        complete, which is then freed. The update is a call; in a replay, a hook does it.
+    ones : indices of flat inputs that are all ones: the model read them, and would otherwise make
+        other calls.
+    looked : these, and indices of other inputs for which it would make other calls if all were ones
     ends : per differentiable output, whether the backward pass begins at it: only at the loss if
         the model returns one.
-    of_others : positions among `gradients` that are None because only other outputs depend on them
+    of_others : indices in `gradients` that are None, as only the other outputs depend on them
     reads : per module, the attributes that were read
     """
 
@@ -231,14 +231,14 @@ class Captured:
 
     @property
     def returned(self) -> set[int]:
-        """Storages of what the model returns."""
+        """Storages of the model's outputs."""
         return {output.storage for output in self.outputs if isinstance(output, View)}
 
     @property
     def summed(self) -> dict[int, int]:
-        """Per storage that gradients are added to, the number of the call that does it.
+        """Index of the accumulating call, by the storage that gradients are accumulated into.
 
-        It is an existing gradient, or a parameter that is updated immediately.
+        That is an earlier gradient, or a parameter that is updated immediately.
         """
         accumulated = {storage for _, storage in (*self.earlier, *self.updated)}
         return {
@@ -250,7 +250,7 @@ class Captured:
 
 
 def _generator_state() -> bytes:
-    # Under the modes of a trace, the state itself would be a fake tensor.
+    # Under the modes of a trace the state would be a fake tensor.
     with _disable_current_modes():
         return torch.default_generator.get_state().numpy().tobytes()
 
@@ -259,10 +259,10 @@ class Recorder(TorchDispatchMode):
     """Records what runs inside `with`. Entered after FakeTensorMode, so it sees fake tensors.
 
     Raises TraceError for what cannot be replayed: tensors without strides, random numbers drawn in
-    the backward pass or from the user's own generator.
+    the backward pass or from a user's own generator.
 
-    layouts : observed layouts of kernels' results, which override the rules for fake tensors.
-    is_look : whether a call only reads existing values, so that it is not a call of the step
+    layouts : observed layouts of kernels' results; they override the rules for fake tensors.
+    is_look : tells whether a call only reads known values, which is not a call of the step
     """
 
     supports_higher_order_operators = True  # to refuse them by name
@@ -279,20 +279,20 @@ class Recorder(TorchDispatchMode):
         self.phase = "forward"
         self.scope = ""
         self._number: dict[int, int] = {}
-        # Weak references keep the address of a freed storage from being reused, not its memory.
+        # Weak references keep addresses of freed storages from being reused, without their memory.
         self._addresses: list[StorageWeakRef] = []
-        # Those of tensors without values, by number, to tell whether anything still holds them.
+        # Storages without values, by number: to tell whether something still holds them.
         self._fakes: dict[int, StorageWeakRef] = {}
-        # Per storage of a tensor created from Python: the number of calls before it, and the scope.
+        # Per storage of a tensor made from Python data: the number of calls before it, and scope.
         self._lifted: dict[int, tuple[int, str]] = {}
-        # Storages that are conjugates of each other.
+        # Storages that should be conjugate views of each other.
         self._separate: set[int] = set()
-        # Storages of real parameters, which fake ones replace in the modules.
+        # Storages of real parameters: in the modules they are replaced by fake ones.
         self.weights: set[int] = set()
         self._silent = False
-        # Fake tensors draw nothing, so it only changes if the forward sets it.
+        # Fake tensors draw nothing, so it is constant unless the forward sets it.
         self._generator = _generator_state()
-        # Sizes, strides and views seen before: equal ones are one object.
+        # Interned sizes, strides and views.
         self._met: dict[Any, Any] = {}
 
     def give(self, tensor: torch.Tensor, what: str) -> View:
@@ -302,7 +302,7 @@ class Recorder(TorchDispatchMode):
         return view
 
     def alias(self, tensor: torch.Tensor, fake: torch.Tensor) -> None:
-        """Treat a tensor with values as a fake one of the same layout."""
+        """Let a tensor with values count as a fake one of the same layout."""
         memory = tensor.untyped_storage()
         self._number[memory._cdata] = self._storage(fake)
         self._addresses.append(StorageWeakRef(memory))
@@ -317,13 +317,13 @@ class Recorder(TorchDispatchMode):
             self._silent = False
 
     def still_held(self) -> dict[int, Call]:
-        """Return the storages that are still held, with the calls that made them."""
+        """Return the storages that something still holds, with the calls that made them."""
         held = {at: fake.cdata for at, fake in self._fakes.items() if not fake.expired()}
         calls = self.recording.calls
         return {held[number]: call for call in calls for number in call.makes if number in held}
 
     def view(self, tensor: torch.Tensor) -> View:
-        """Return the View of a tensor, which must have been seen before."""
+        """Return the View of a tensor whose storage is known."""
         if tensor.untyped_storage()._cdata not in self._number:
             raise TraceError(
                 f"a tensor of shape {tuple(tensor.shape)} comes from nowhere: no recorded call "
@@ -351,7 +351,7 @@ class Recorder(TorchDispatchMode):
             return self._of_form(func, args, kwargs)
         if func in _MADE_AT_ONCE:
             return self._made_at_once(_MADE_AT_ONCE[func], args[0])
-        # By storage: modules contain fake parameters, so a real one comes from elsewhere.
+        # By storage: the modules have fake parameters, so a real one comes from elsewhere.
         for tensor in written_to(func, args, kwargs) if self.weights else ():
             if tensor.untyped_storage()._cdata in self.weights:
                 raise TraceError(
@@ -370,7 +370,7 @@ class Recorder(TorchDispatchMode):
         """Return a result in the observed layout of the kernel."""
         calls = [views]
         if func is CONVOLUTION_BACKWARD:
-            # A trial saw the two calls that replace it in a replay.
+            # A trial observed the two calls into which a replay splits it.
             calls += [flat for _, flat, _ in convolution_parts(views, spec)]
         seen = [forms for call in calls if (forms := self.layouts.get(layout_key(func, call)))]
         if not seen:
@@ -389,7 +389,7 @@ class Recorder(TorchDispatchMode):
         writes = written(func, views, spec)
         for storage in self._lifted.keys() & set(writes):
             self._lift_anew(storage)
-        # Numbers are assigned in order: those from here on are storages allocated by this call.
+        # Numbers are assigned in order: from here on, those of storages that this call allocated.
         known = len(self.recording.nbytes)
         outputs = tuple(
             self.meet(out) if isinstance(out, torch.Tensor) else None
@@ -409,7 +409,7 @@ class Recorder(TorchDispatchMode):
         if random and _generator_state() != self._generator:
             raise TraceError(SEEDS)
         makes = tuple(range(known, len(self.recording.nbytes)))
-        # A view is not a call: each use makes it from the storage, with `as_strided`.
+        # A view is not a call: it is recreated from its storage, with `as_strided`.
         if not makes and not writes and not random and is_view(views, outputs):
             return
         if random and self.phase == "backward":
@@ -423,7 +423,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def _lift(self, func: Any, tensor: torch.Tensor) -> Any:
-        """A tensor created from Python, e.g. torch.tensor([1, 2]): the same in each step."""
+        """Register a tensor of Python data, e.g. torch.tensor([1, 2]): the same in each step."""
         result = func(tensor)
         storage = self._storage(result)
         self.recording.roles.setdefault(storage, "constant")
@@ -432,12 +432,12 @@ class Recorder(TorchDispatchMode):
         return result
 
     def hand_out(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Register what the model returns: the caller may write to tensors created from Python."""
+        """Register the model's outputs: the caller may write to tensors made from Python data."""
         for storage in self._lifted.keys() & {self._storage(tensor) for tensor in tensors}:
             self._lift_anew(storage)
 
     def _lift_anew(self, storage: int) -> None:
-        """Clone a tensor created from Python in each step, because it is written to."""
+        """Clone a tensor made from Python data in each step, as it is written to."""
         if self.phase == "backward":
             raise TraceError(
                 "the backward pass writes into a tensor that the forward pass made of Python's "
@@ -446,8 +446,8 @@ class Recorder(TorchDispatchMode):
         place, scope = self._lifted.pop(storage)
         constant = self.recording.constants.pop(storage)
         del self.recording.roles[storage]
-        # The constant keeps its values under a new number. The old one, which the calls so far
-        # name, becomes the result of a clone, placed where Python made the tensor.
+        # The constant keeps its values under a new number. The old number, used by earlier calls,
+        # becomes the result of a clone, inserted where the tensor was made.
         view = self.give(constant, "constant")
         self.recording.constants[view.storage] = constant
         _, spec = flattened(((constant,), {}))
@@ -460,7 +460,7 @@ class Recorder(TorchDispatchMode):
         }
 
     def _of_form(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call that only uses shape and dtype of its first argument, which need not be live."""
+        """Record a call that reads only the form of its first argument, without that argument."""
         like = args[0]
         with unset_fake_temporarily():
             form = torch.empty_strided(like.size(), like.stride(), dtype=like.dtype, device="meta")
@@ -474,7 +474,7 @@ class Recorder(TorchDispatchMode):
     def _made_at_once(self, func: Any, tensor: torch.Tensor) -> Any:
         """Compute a conjugate or negation that torch would make a view.
 
-        A write to either would not show in the other, so from now on such calls are refused.
+        A write to one would not show in the other, so from now on such a call is refused.
         """
         result = func(tensor)
         _, spec = flattened(((tensor,), {}))
@@ -497,7 +497,7 @@ class Recorder(TorchDispatchMode):
                     "and is not a parameter of the model. Pass it as an argument, or register "
                     "it as a parameter."
                 )
-            # The model keeps it outside of its parameters and buffers; the same in each step.
+            # Kept by the model outside of its parameters and buffers: the same in each step.
             self.recording.constants[self.give(arg, "constant").storage] = arg
         return self.meet(arg)
 
@@ -520,7 +520,7 @@ class Recorder(TorchDispatchMode):
         return number
 
     def meet(self, tensor: torch.Tensor) -> View:
-        """Return the View of a tensor; its storage gets a number if it has none yet."""
+        """Return the View of a tensor, whose storage gets a number if it has none yet."""
         view = form_of(tensor, self._storage(tensor))
         if view not in self._met:
             size, stride = (self._met.setdefault(part, part) for part in (view.size, view.stride))
@@ -532,17 +532,17 @@ class Recorder(TorchDispatchMode):
 def is_view(views: tuple[Any, ...], outputs: tuple[View | None, ...]) -> bool:
     """Whether a call only returns views of its arguments."""
     read = {arg.storage for arg in views if isinstance(arg, View)}
-    # Not one without results, which has an effect, e.g. an assertion.
+    # A call without results (an effect, e.g. an assertion) is not a view.
     return bool(outputs) and all(out is not None and out.storage in read for out in outputs)
 
 
 def written(func: Any, views: tuple[Any, ...], spec: Any) -> tuple[int, ...]:
-    """Storages that are changed according to the schema."""
+    """Storages that a call changes according to its schema."""
     leaves = tree_leaves(written_arguments(func, *tree_unflatten(list(views), spec)))
     return tuple(dict.fromkeys(view.storage for view in leaves if isinstance(view, View)))
 
 
 def _no_dropout(func: Any, views: tuple[Any, ...], spec: Any) -> bool:
-    """Whether a call with a dropout argument has it disabled."""
+    """Whether a call that takes a dropout probability is called with 0."""
     named = named_arguments(func, *tree_unflatten(list(views), spec))
     return named.get("dropout_p", named.get("dropout", 1)) == 0

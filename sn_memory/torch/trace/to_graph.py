@@ -25,10 +25,11 @@ class GraphBinding:
     """The graph of a capture, and the meaning of its names.
 
     graph : ops are the calls in order, with the op `loss` after the forward pass
-    call_of : name of an op to the number of its call; `loss` has none.
+    call_of : name of an op to the index of its call; `loss` has none.
     storage_of : name of a storage to its number in the recording
-    random_states : name of an op, and of the storage that it makes, to the number of a random call:
-        the storage keeps the generator state for a rerun of the call. The op itself has no call.
+    random_states : name of an op, and of its storage, to the index of a call that draws random
+        numbers: the storage keeps the state from which the call draws again. The op itself is not a
+        call.
     """
 
     graph: Graph
@@ -54,9 +55,9 @@ def to_graph(
     seconds : measured time per call; None leaves it to the roofline.
     allocator : how the device rounds sizes
     extra : resident storages outside of the step, e.g. the optimizer's state
-    ways : per call, the ways to run it; empty if there is no choice.
-    random_state_bytes : of a generator's state in the planned memory: it is kept until the last
-        rerun of a random op, and a second copy exists during a rerun.
+    ways : per call, the workspaces of its alternative implementations; empty if it has none.
+    random_state_bytes : of a generator's state in the planned memory: it is kept until the last run
+        of a random op, and a second time during that run.
     unplanned_peak_bytes : see Graph
     """
     recording = captured.recording
@@ -83,7 +84,7 @@ def to_graph(
     )
     rows.insert(captured.boundary, loss)
     states: dict[str, int] = {}
-    # After each random op, one that keeps the state in a storage, which the plan may drop.
+    # Before each op that draws, one that keeps the state in a storage that the plan may drop.
     if random_state_bytes:
         states = {f"{row.name}: {STATE}": call_of[row.name] for row in rows if row.replayable}
         rows = [op for row in rows for op in _with_state(row, random_state_bytes)]
@@ -104,19 +105,19 @@ def to_graph(
 
 
 def _with_state(op: Op, nbytes: int) -> tuple[Op, ...]:
-    """Return the op that keeps a random op's state, and the op that draws from it in a rerun."""
+    """Return an op that draws from a kept state, preceded by the op that keeps the state."""
     if not op.replayable:
         return (op,)
     name = f"{op.name}: {STATE}"
     kept = Op(name, (), (name,), kind=STATE, phase=op.phase, seconds=0.0, once=True)
-    # The generator's current state, restored afterwards, in addition to the op's scratch.
+    # The generator's own state, restored afterwards: in addition to the scratch of the op.
     ways = tuple(replace(workspace, bytes=workspace.bytes + nbytes) for workspace in op.workspaces)
     ways = ways or (Workspace(nbytes),)
     return kept, replace(op, inputs=(*op.inputs, name), workspaces=ways)
 
 
 def statistics(call: Call) -> tuple[int, ...]:
-    """Positions among the flat arguments of what `hidden_statistics` names."""
+    """Indices in the flat arguments of what `hidden_statistics` names."""
     if not takes_statistics(call.target):
         return ()
     args, kwargs = call.arguments(lambda view: view)
@@ -127,7 +128,7 @@ def statistics(call: Call) -> tuple[int, ...]:
 
 
 def flops(call: Call) -> float:
-    """FLOPs of a call, by torch's own counter or our rules; 0 for other calls."""
+    """FLOPs of a call by torch's own counter or our rules; 0 for all others."""
     sizes = [view.size for view in call.views]
     # torch 2.13's registry has neither recurrent layers nor grouped products.
     if call.target in recurrent.OPS:
@@ -153,7 +154,7 @@ _SHORT = {
 
 
 def _computes_in(call: Call) -> str:
-    """Return the dtype a call's products are computed in, as named by devices; float32 or TF32."""
+    """Return the type that products of a call are computed in, by its short name, e.g. tf32."""
     dtypes = [view.dtype for view in call.views if view.dtype.is_floating_point]
     short = _SHORT.get(dtypes[0], "") if dtypes else ""
     switches: Any = torch.backends
@@ -162,7 +163,7 @@ def _computes_in(call: Call) -> str:
 
 
 def _storage_names(captured: Captured, ops: list[str]) -> dict[int, str]:
-    """Names of all storages that exist before or are used; the first of several paths."""
+    """Names of all storages of inputs and calls; of several paths to one, the first."""
     names: dict[int, str] = {}
     for name, view in (*captured.parameters, *captured.buffers):
         names.setdefault(view.storage, name)
@@ -189,23 +190,23 @@ def _storages(captured: Captured, names: dict[int, str]) -> list[Storage]:
     present = {name for name, _ in (*captured.earlier, *captured.updated)}
     added = {view.storage for name, view in captured.gradients if view and name in present}
     kept = ((gradients - added) | captured.returned) - set(recording.roles)
-    # Also held by the caller, or by autograd.
+    # Held by the caller, or by autograd, as well.
     held = captured.returned | {view.storage for view in captured.output_gradients}
     result = []
-    # By number, i.e. in the order of creation, by which plans break ties.
+    # By number, the order of their creation, by which plans break ties.
     for number in sorted(names):
         role = recording.roles.get(number, "gradient" if number in gradients else "activation")
-        # Storages elsewhere (a scalar on the host) do not count in the device's budget.
+        # Storages elsewhere (e.g. a scalar on the host) do not count for the device's budget.
         size = recording.nbytes[number] if recording.device[number] == main else 0
         result.append(Storage(names[number], size, role, number in kept, number in held))
     return result
 
 
 def _once_copied(ops: list[Op], roles: dict[str, str]) -> list[Op]:
-    """Forbid reruns of ops that depend only on the model, and on a buffer that the step changes.
+    """Mark as `once` ops that read only the model, and among it a buffer that the step changes.
 
-    E.g. the copies of its vectors that spectral_norm makes: at the time of a rerun, the next
-    forward pass might have changed the buffer, which is why the model makes the copy.
+    For example the copies of its vectors that spectral_norm makes: before such an op runs again,
+    the next forward pass might change the buffer, which is the reason for the copy.
     """
     changed = {name for op in ops for name in op.writes if roles.get(name) == "state"}
     return [
@@ -232,8 +233,8 @@ def _op(
     captured: Captured,
     seconds: float | None,
 ) -> Op:
-    # An op that writes a resident storage may never run twice. A rerun gets no statistics of the
-    # model, so those are not listed as written; statistics that the step itself makes are.
+    # An op that writes a resident storage may never run twice. A second run gets no statistics of
+    # the model, so those do not count as written; statistics that the step makes itself do.
     hidden = [call.flat[place].storage for place in statistics(call)]
     writes = [*call.writes, *(own for own in hidden if own not in captured.recording.roles)]
     count = flops(call) if seconds is None else 0.0
@@ -248,10 +249,10 @@ def _op(
         flops=count,
         dtype=_computes_in(call) if count else "",
         random=call.random,
-        # In a rerun, it draws from the state of its first run.
+        # In a rerun, it draws from the state of the first run.
         replayable=call.random,
         effect=not call.makes and not call.writes,
         collective="c10d" in call.target.namespace,
-        # The caller holds returned storages, so dropping them would free nothing.
+        # The caller holds outputs: releasing them here would free nothing.
         once=bool(returned & set(call.makes)),
     )

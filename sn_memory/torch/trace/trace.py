@@ -1,7 +1,7 @@
 """trace: record a training step of a model as a graph, without allocating anything.
 
-plan, estimate and verify start from a trace. capture.py records the calls, to_graph.py converts
-them to a graph, op_seconds.py provides seconds.
+`plan`, `estimate` and `verify` start here. capture.py records the calls, to_graph.py converts them
+to a graph, op_seconds.py measures their seconds.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class Trace:
     captured
         The recorded calls.
     layouts
-        The observed layouts it was traced with.
+        Layouts that it was traced with.
     notes
-        What is approximated, or counted differently from how the named GPU would run it.
+        What is estimated, or counted in another way than the named GPU would run it.
     """
 
     named: GraphBinding
@@ -87,7 +87,7 @@ class Trace:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A sample as call arguments: positional and by keyword."""
+    """A sample as the arguments of a call: positional and by keyword."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -96,9 +96,9 @@ class CallArguments:
 def call_arguments(sample: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return (args, kwargs) of a sample: a tuple is args, a mapping kwargs, anything else one arg.
 
-    Computed tensors, e.g. results of an earlier part of a network, become leaves: the backward pass
-    of the sample ends at them. A packed sequence is one argument, although it is a tuple in torch.
-    A list means several samples to `plan`, and is refused here.
+    Computed tensors, e.g. results of a network before the model, become leaves: the backward pass
+    of the sample ends at them. A packed sequence is one argument, though it is a tuple. A list
+    means several samples to `plan`, and is refused here.
     """
     if isinstance(sample, list):
         raise TypeError(
@@ -132,21 +132,20 @@ def trace(
     part: bool = False,
     shares_inputs: bool = False,
 ) -> Trace:
-    """Record a training step of a model as a graph. The model is left as it was.
+    """Record a training step of a model as a graph. The model is left unchanged.
 
     The step is forward, loss, backward. The loss is an op outside of the plan that reads the
-    outputs and makes their gradients. If the model returns its loss - an entry of that name with
-    one element, or a scalar tensor as the first item of a tuple - the loss is planned as well, and
-    the backward pass begins only there.
-
-    The backward pass is rearranged to hold less, without changing any result: elementwise functions
-    compute gradients in place, convolutions compute their gradients one by one, and gradients of
-    parameters that are larger than what they are computed from come last.
+    outputs and makes their gradients. If a model returns its loss - one element by that name, or a
+    tensor without dimensions as the first of a tuple - the loss is planned as well, and the
+    backward pass begins only there.
+    The backward pass is rearranged to hold less, without a change to any result: gradients of
+    elementwise functions are computed in place, convolutions compute their gradients one by one,
+    and gradients of parameters that are larger than their operands are computed last.
 
     Parameters
     ----------
     model
-        In the modes (train, eval) it is to be trained in. A model on the meta device is traced as
+        In the mode (train, eval) in which it is trained. A model on the meta device counts as one
         on the CPU.
     sample
         Its input: a tensor; a tuple of positional arguments; a mapping of keyword arguments. Only
@@ -155,34 +154,34 @@ def trace(
         Time each op once per signature; the times are kept in a file in the user's cache folder.
         Otherwise, and for a model on the meta device, seconds are estimated by a roofline.
     device
-        Speeds for the roofline and for transfers; default: measured, or nominal if nothing is
-        measured. A name, e.g. "h100", is a GPU of the table (`sn_memory.cost.devices`): a model
-        that is not on a GPU is traced as on that GPU, no op is timed, and seconds are predicted.
+        Speeds for the roofline and for transfers; default: measured, or nominal without `profile`.
+        A name, e.g. "h100", is a GPU of the table (`sn_memory.cost.devices`): a model that is not
+        on a GPU is traced as that one would run it, no op is timed, and seconds are predicted.
     optimizer
         An optimizer, or its class; its state is counted as resident.
     overlap
-        Compute each gradient of a parameter when torch does, so that it can be sent immediately.
+        Compute each gradient of a parameter as early as torch does, so that it can be sent then.
     layouts
-        Observed layouts of kernels' results that differ from those of fake tensors, from the trial
+        Observed layouts of kernels' results that differ from those of fake tensors: from the trial
         of `plan`.
     accumulate
-        Parameters have gradients when the step begins, e.g. from earlier micro-batches, and the new
-        ones are added to them one by one. Gradients larger than what they are computed from come
-        last only if that holds less.
+        Gradients of parameters exist when the step begins, e.g. of earlier micro-batches, and new
+        ones are accumulated one by one. Those that are larger than their operands are computed last
+        only if that holds less.
     update
-        With `hooks`, the caller's hooks update each parameter when its gradient is complete, as
-        with `state="hooks"` of `plan`. Otherwise updates are not part of the trace.
+        With `hooks`, the caller's hooks update each parameter when its gradient is complete; see
+        `state="hooks"` of `plan`. Other updates are not part of the trace.
     unplanned
-        Also compute the peak of the model's own step, to which percentages of a budget refer. It
+        Also determine the peak of the model's own step, to which a budget in percent refers. It
         takes a second run without values.
     ends
-        Per output that can get a gradient, whether the backward pass begins there. Default, also if
-        their number differs: at the loss, or at all outputs.
+        Per output that takes a gradient, whether the backward pass begins there. Default, also if
+        their number differs: at the loss if there is one, else at all.
 
     Raises
     ------
     TraceError
-        For a model whose control flow depends on values, or that a replay would not reproduce.
+        For a model whose control flow depends on values, or that a replay could not reproduce.
 
     Examples
     --------
@@ -195,7 +194,7 @@ def trace(
     """
     args, kwargs = call_arguments(sample)
     if part:
-        # The whole model was checked; a part may have no parameters, and is on its inputs' device.
+        # The whole model was checked; a part may have no parameters: use its inputs' device.
         place = working_device([*model.parameters(), *tensors((args, kwargs))][0])
     else:
         check_model(model)
@@ -206,8 +205,8 @@ def trace(
         # Nothing is timed for an absent GPU.
         place, profile = gpu.place, False
     captured = capture(model, args, kwargs, layouts, gpu, ends=ends, arriving=arriving, part=part)
-    # The order matters: after `in_place` no sums can be separated, and the replacements of
-    # shape-only arguments depend on everything else.
+    # The order matters: `in_place` leaves no sums that could be separated, and the choice of
+    # substitutes for shape-only arguments depends on everything before.
     if shares_inputs:
         captured = separate_sums(captured)
     captured = split_conv_backward(in_place(captured))
@@ -215,9 +214,9 @@ def trace(
         captured = replace_shape_only_inputs(accumulate_in_place(captured, early_update=True))
     else:
         captured = _arranged(captured, overlap=overlap, accumulate=accumulate)
-    # The calls are final. Their costs are measured here, or from the table of devices. Sums into
-    # existing gradients may be planned when there is no memory to time them, and run once in any
-    # plan: the roofline suffices.
+    # The calls are final; now their costs, measured or from the table of devices. Accumulations
+    # into existing gradients run once in any plan, and there may be no memory to time them: the
+    # roofline is enough.
     device_speeds, costs = timed(
         captured.recording,
         place,
@@ -271,7 +270,7 @@ def _plain_bytes(
 ) -> int | None:
     """Return the peak of a step without a plan, as in `estimate` and `verify`."""
     if is_sharded(model):
-        # In a running forward pass, FSDP2's hooks would free what they have gathered.
+        # FSDP2's hooks would free what they have gathered for a forward pass in progress.
         return None
     constants = list(captured.recording.constants.values())
     try:
@@ -285,8 +284,8 @@ def _plain_bytes(
         DynamicOutputShapeException,
         UnsupportedOperatorException,
     ) as error:
-        # A step without values has values of other tensors than a trace, and may need more of them.
-        # The trace can be planned nevertheless.
+        # A step without values knows values of other tensors than a trace, and may read unknown
+        # ones. The trace can be planned nevertheless.
         log.info("the peak without a plan is that of the traced step: %s", error)
         return None
 
@@ -294,7 +293,7 @@ def _plain_bytes(
 def scratch_of_calls(
     recording: Recording, place: torch.device, costs: Sequence[Cost], gpu: Gpu | None = None
 ) -> tuple[list[tuple[Workspace, ...]], tuple[str, ...]]:
-    """Return per call its kernel's scratch memory, and notes about it."""
+    """Return the workspaces of each call's kernel, and notes about them."""
     sizes = []
     for call, cost in zip(recording.calls, costs, strict=True):
         if gpu is None or is_chunked_loss(call.target):
@@ -315,13 +314,13 @@ def scratch_of_calls(
 
 
 def _arranged(captured: Captured, *, overlap: bool, accumulate: bool) -> Captured:
-    """Arrange the backward pass in the order that holds less."""
+    """Order the backward pass such that it holds less."""
     if not accumulate:
         return replace_shape_only_inputs(captured if overlap else defer_weight_grads(captured))
     as_torch = replace_shape_only_inputs(accumulate_in_place(captured))
     if overlap:
         return as_torch
-    # A gradient that is added to another is freed; if it comes last, its inputs are held.
+    # An accumulated gradient is not held; if it is computed last, its operands are held instead.
     return min(
         as_torch,
         replace_shape_only_inputs(accumulate_in_place(defer_weight_grads(captured))),
@@ -356,7 +355,7 @@ def trace_unplanned(
     captured = in_place(capture(model, args, kwargs, gpu=gpu), sums_only=True)
     place = device_of(model) if gpu is None else gpu.place
     recording, unknown = captured.recording, [None] * len(captured.recording.calls)
-    # From earlier measurements only the scratch is used; all seconds are from the roofline.
+    # Only scratch is taken from earlier measurements; all seconds are from the roofline.
     costs = known_costs(recording, place) if gpu is None else unknown
     ways, notes = scratch_of_calls(recording, place, costs, gpu)
     named = to_graph(
@@ -375,7 +374,7 @@ def resident_storages(
 ) -> tuple[Storage, ...]:
     """Return resident storages outside of the step: the optimizer's state.
 
-    And, for an absent GPU, the memory that cuBLAS keeps from the first product on.
+    On a GPU that is not here, also the workspace that cuBLAS keeps from the first product on.
     """
     held = [] if gpu is None else [Storage(LIBRARIES, gpu.named.kept_bytes, "state")]
     if optimizer is not None:
@@ -385,7 +384,7 @@ def resident_storages(
 
 
 def resident_bytes(model: torch.nn.Module, optimizer: Any) -> int:
-    """Return the bytes of resident storages outside of the step."""
+    """Return the resident bytes outside of the step."""
     return sum(storage.bytes for storage in resident_storages(model, optimizer))
 
 
