@@ -119,7 +119,7 @@ def synchronize(
 
 
 class NodeStates:
-    """This rank's place in the hierarchy, and states loaded before that was known.
+    """The place of this rank in the hierarchy, and states loaded before that was known.
 
     A state is loaded immediately, so that errors are raised by that call; and loaded again once the
     nodes are known, if it was saved with different ones.
