@@ -1,7 +1,7 @@
-"""sn_compress: gradients in far fewer bytes on the wire.
+"""sn_compress: gradient compression that cuts the bytes on the wire.
 
-The public names are loaded at first use (PEP 562), so `import sn_compress` costs a few
-milliseconds and loads neither NumPy nor any framework.
+Public names are loaded on first use (PEP 562), so `import sn_compress` takes a few milliseconds
+and loads neither NumPy nor any framework.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Kernels on an NVIDIA GPU, through CuPy: compiled from source at first use, once per device.
+"""Kernels on an NVIDIA GPU, through CuPy: compiled from source on first use, once per device.
 
-CuPy caches compiled code on disk by the text of the program, not by the files that it includes, so
-a changed header would go unnoticed. So headers are put in place of their #include lines, each with
-a #line directive, by which the compiler's messages name the real file and line.
+CuPy caches compiled code on disk by the text of the program, ignoring the files it includes, so a
+changed header would go unnoticed. Therefore headers are inlined in place of their #include lines,
+with #line directives that make compiler messages name the real file and line.
 
-Only `constant` and copies to the host wait for the device. Kernels run on the stream on which the
-caller's framework works: torch's current stream for torch tensors, CuPy's current one otherwise.
+Only `constant` and copies to the host synchronize with the device. Kernels run on the stream of the
+caller's framework: torch's current stream for torch tensors, CuPy's current stream otherwise.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from .arrays import library_of, on_cuda
 from .errors import CompressError, MissingExtra
 
 # No contraction into fused multiply-adds: selection and codes must not depend on the back end.
-# Subnormal numbers do: CuPy adds -ftz=true after these, so on a device they are zeros.
+# Subnormal numbers do depend on it: CuPy appends -ftz=true, so a device flushes them to zero.
 OPTIONS = ("-std=c++17", "-fmad=false")
-_DEFAULT_SHARED_BYTES = 48 << 10  # of a block on every device; more has to be requested
+_DEFAULT_SHARED_BYTES = 48 << 10  # per block, on every device; more has to be requested
 _INCLUDE = re.compile(r'#include "([^"]+)"')
 
 
 @dataclass(frozen=True)
 class Program:
-    """A source file of csrc/compress and the macros it is compiled with."""
+    """A source file in csrc/compress and the macros it is compiled with."""
 
     file: str
     defines: tuple[tuple[str, int], ...] = ()
 
 
 def text(file: str) -> str:
-    """The source of a program with the headers of csrc/compress in place of their #includes."""
+    """Return the source of a program with the headers of csrc/compress inlined."""
     return "\n".join(_lines(file, set())) + "\n"
 
 
@@ -53,7 +53,7 @@ def _lines(file: str, seen: set[str]) -> list[str]:
         include = _INCLUDE.match(line)
         if include and include[1] not in seen:
             lines += _lines(include[1], seen)
-        # nvrtc warns of `#pragma once` in a main file, which this now is.
+        # nvrtc warns about `#pragma once` in a main file, which an inlined header is part of.
         if include or line == "#pragma once":
             lines.append(f'#line {number + 1} "{path.as_posix()}"')
         else:
@@ -62,12 +62,12 @@ def _lines(file: str, seen: set[str]) -> list[str]:
 
 
 def options(program: Program) -> tuple[str, ...]:
-    """Options of the compiler, but for the architecture."""
+    """Return the compiler options, except the architecture."""
     return OPTIONS + tuple(f"-D{name}={value}" for name, value in program.defines)
 
 
 def cupy() -> Any:
-    """CuPy, imported at the first device tensor."""
+    """Import and return CuPy; called at the first device tensor."""
     try:
         import cupy
     except ImportError as missing:
@@ -85,10 +85,10 @@ def installed() -> bool:
 
 
 def takes(tensor: Any) -> bool:
-    """Whether kernels take this tensor: it is on a CUDA device, and CuPy is installed.
+    """Whether kernels process this tensor: it is on a CUDA device, and CuPy is installed.
 
-    For tensors of torch there is array code as well; of other libraries nothing else here takes
-    one, so those are True without CuPy, too, whose error follows.
+    Torch tensors can be processed by array code as well. For other libraries there is only the
+    kernel, so this is True even without CuPy, and its import then raises the error.
     """
     return on_cuda(tensor) and (library_of(tensor) != "torch" or installed())
 
@@ -146,7 +146,7 @@ class CudaDevice:
         if (self.device, key) not in _constants:
             with self.context() as xp:
                 _constants[self.device, key] = xp.asarray(values)
-                # Other streams may read it from now on; a wait once per table and device.
+                # Other streams may read it from now on; one wait per table and device.
                 self.stream.synchronize()
         return int(_constants[self.device, key].data.ptr)
 
@@ -167,7 +167,7 @@ def _allow_shared(function: Any, kernel: str, shared_bytes: int, device: int) ->
 
 @dataclass(frozen=True)
 class View:
-    """A vector on a device, of whatever library."""
+    """A vector on a device, from any library."""
 
     address: int
     elements: int
@@ -177,7 +177,7 @@ class View:
 
     @property
     def framework(self) -> str:
-        """Whose stream counts: "torch" for its tensors, "cupy" for all others."""
+        """Whose current stream to use: "torch" for torch tensors, "cupy" for all others."""
         return "torch" if library_of(self.owner) == "torch" else "cupy"
 
     @property
@@ -185,11 +185,11 @@ class View:
         return self.framework == "torch"
 
     def run(self) -> CudaDevice:
-        """The device, with the stream on which this vector's framework works now."""
+        """Return the device with the current stream of this vector's framework."""
         return current(self.device, self.framework)
 
     def to_host(self) -> npt.NDArray[Any]:
-        """A copy as a NumPy array, of float32 if it is bfloat16; waits for the device."""
+        """Copy to a NumPy array, with bfloat16 as float32; waits for the device."""
         with self.run().context():
             return self.array().get()  # type: ignore[no-any-return]
 
@@ -208,21 +208,21 @@ class View:
 
 
 def current(device: int, framework: str | None) -> CudaDevice:
-    """The device, with the stream on which a framework works now; CuPy's if it is not torch."""
+    """Return the device with a framework's current stream; CuPy's if it is not torch."""
     cuda = cupy().cuda
     if framework != "torch":
         with cuda.Device(device):
             return CudaDevice(device, cuda.get_current_stream())
-    # torch is loaded, as there is a tensor of it.
+    # torch is already imported, since one of its tensors exists.
     address = sys.modules["torch"].cuda.current_stream(device).cuda_stream
-    if hasattr(cuda.Stream, "from_external"):  # CuPy 14, where ExternalStream is deprecated
+    if hasattr(cuda.Stream, "from_external"):  # CuPy 14, which deprecates ExternalStream
         return CudaDevice(device, cuda.Stream.from_external(_Pointer(address)))
     return CudaDevice(device, cuda.ExternalStream(address, device))
 
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A stream with CUDA's stream protocol, which torch's own have in newer versions alone."""
+    """A stream that implements CUDA's stream protocol; torch's do so only in newer versions."""
 
     address: int
 
@@ -231,12 +231,12 @@ class _Pointer:
 
 
 def to_host(array: Any) -> npt.NDArray[Any]:
-    """A NumPy copy of a CuPy array, which waits for the device; other arrays as they are."""
+    """Copy a CuPy array to NumPy, waiting for the device; return other arrays unchanged."""
     return array.get() if on_cuda(array) else array  # type: ignore[no-any-return]
 
 
 def from_host(array: npt.NDArray[Any], device: int, framework: str | None) -> Any:
-    """A NumPy array's copy on a device, as a torch tensor or a CuPy array."""
+    """Copy a NumPy array to a device, as a torch tensor or a CuPy array."""
     if framework == "torch":
         return sys.modules["torch"].from_numpy(array).to(f"cuda:{device}")
     with current(device, framework).context() as xp:
@@ -244,7 +244,7 @@ def from_host(array: npt.NDArray[Any], device: int, framework: str | None) -> An
 
 
 def empty(elements: int, device: int, framework: str | None) -> Any:
-    """An uninitialized vector of float32 on a device; a torch tensor or a CuPy array."""
+    """Return an uninitialized float32 vector on a device: a torch tensor or a CuPy array."""
     if framework == "torch":
         torch = sys.modules["torch"]
         return torch.empty(elements, dtype=torch.float32, device=f"cuda:{device}")
@@ -253,7 +253,7 @@ def empty(elements: int, device: int, framework: str | None) -> Any:
 
 
 def view(tensor: Any) -> View:
-    """The vector of a CuPy array, torch CUDA tensor or other DLPack tensor, without a copy."""
+    """Return a view of a CuPy array, torch CUDA tensor or other DLPack tensor, without a copy."""
     home = library_of(tensor)
     if home == "torch":
         tensor = tensor.detach()
@@ -276,8 +276,8 @@ def view(tensor: Any) -> View:
 def source(name: str) -> Path:
     """Return the path of a file of csrc/compress, such as `"pack.cu"`, or FileNotFoundError."""
     package = Path(__file__).resolve().parent
-    # A wheel has the sources as `_csrc`. An editable install has no such folder, and nothing for
-    # importlib.resources to find.
+    # A wheel has the sources in `_csrc`. An editable install has no such folder, so
+    # importlib.resources would find nothing.
     folders = (package / "_csrc", package.parent / "csrc" / "compress")
     for folder in folders:
         path = folder / name

@@ -1,7 +1,8 @@
 """The compiled extension `sn_compress._core`, if it was built, and threads for either back end.
 
-`ops` calls `core()` and uses its NumPy twins where that is None: the extension was not built, or
-SN_COMPRESS_BACKEND is "numpy". The choice is made once; `sn_compress.backends()` reports it.
+`ops` calls `core()`, and falls back to equivalent NumPy code if that is None: the extension was not
+built, or SN_COMPRESS_BACKEND is "numpy". The choice is made once; `sn_compress.backends()` reports
+it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 @cache
 def load() -> tuple[Any, str]:
-    """The extension module or None, and the reason in a sentence."""
+    """Return the extension module or None, and the reason in words."""
     wish = os.environ.get("SN_COMPRESS_BACKEND", "")
     if wish not in ("", "numpy", "cpp"):
         raise CompressError(f'SN_COMPRESS_BACKEND={wish!r}; expected "numpy", "cpp" or nothing')
@@ -42,7 +43,7 @@ def load() -> tuple[Any, str]:
 
 
 def core() -> Any:
-    """The extension module, or None where the NumPy twins run."""
+    """Return the extension module, or None if NumPy code runs instead."""
     return load()[0]
 
 
@@ -51,16 +52,16 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="sn_compress")
 
 
-# Threads do not survive a fork, and a pool without them would wait for ever.
+# Threads do not survive a fork, and a pool without its threads would hang.
 os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
 def parallel(work: Callable[[Iterator[int]], T], items: Iterable[int], threads: int) -> list[T]:
-    """Return the results of `work` on shares of the items, on up to `threads` threads.
+    """Run `work` on up to `threads` threads that share the items; return each thread's result.
 
-    Each thread calls `work` once, with an iterator that takes items off a common queue: scratch
-    lives as long as a share, a thread that is held up leaves its items to the others, and no item
-    costs a task of its own. SciPy's FFT and the extension release the interpreter lock.
+    Each thread calls `work` once, with an iterator over a common queue. So scratch memory is reused
+    for all items of a thread, a delayed thread leaves its items to the others, and there is no task
+    per item. SciPy's FFT and the extension release the GIL.
     """
     queue = deque(items)
     threads = min(threads, len(queue))
@@ -72,7 +73,7 @@ def parallel(work: Callable[[Iterator[int]], T], items: Iterable[int], threads: 
 def _drain(queue: deque[int]) -> Iterator[int]:
     while True:
         try:
-            item = queue.popleft()  # safe between threads
+            item = queue.popleft()  # thread-safe
         except IndexError:
             return
         yield item

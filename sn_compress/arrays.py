@@ -1,10 +1,10 @@
-"""Which library and device an array has, and functions that libraries do not share.
+"""An array's library and device, and operations that the libraries do not have in common.
 
-What lies between a rim and the wire is written once, over the array namespace of its arguments
-(array-api-compat): NumPy, CuPy, and torch on any device. Of all functions here `to_host`,
-`is_used` and `AsyncScalars.read` wait for a device, and no other. No library is imported: an array
-brings its own, or a rim registers one (`register`), as for TensorFlow. Tensors of a graph cannot be
-written to, so callers use what in-place functions return.
+All code between a rim and the wire is written once, over the array namespace of its arguments
+(array-api-compat): NumPy, CuPy, and torch on any device. Only `to_host`, `is_used` and
+`AsyncScalars.read` wait for a device. No library is imported: the namespace follows from the array,
+or a rim registers one (`register`), e.g. for TensorFlow. Graph tensors cannot be written to, so
+callers use the return values of in-place functions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import array_api_compat
 import numpy as np
 import numpy.typing as npt
 
-Array = Any  # of NumPy, CuPy, torch, or a library that a rim has registered
+Array = Any  # from NumPy, CuPy, torch, or a library that a rim has registered
 
 _HOST = (np.ndarray, np.generic)
 _spaces: dict[type, Any] = {}
@@ -30,7 +30,7 @@ _registered: dict[type, Any] = {}
 
 
 def namespace(array: Array) -> Any:
-    """The functions of the array's library, by their names in the array API standard."""
+    """Return the array's library as a namespace of the array API standard."""
     kind = type(array)
     if kind not in _spaces:
         bases = (_registered[base] for base in kind.__mro__ if base in _registered)
@@ -39,67 +39,68 @@ def namespace(array: Array) -> Any:
 
 
 def register(kind: type, space: Any) -> None:
-    """Take arrays of a library that array-api-compat does not know, and of its subclasses.
+    """Support an array type, and its subclasses, that array-api-compat does not know.
 
-    space : has the functions of the standard that the core uses, `constant`, for Constant.on, and
-        `split`, `bits_of`, `put`, `where_all`, `floats_of`, `top`, `add_at`, `rfft` and `irfft`
+    space : namespace with the functions of the standard that the core uses, `constant` for
+        Constant.on, and `split`, `bits_of`, `put`, `where_all`, `floats_of`, `top`, `add_at`,
+        `rfft` and `irfft`
     """
     _registered[kind] = space
 
 
 def _library(array: Array) -> Any:
-    """Return the library of an array if a rim has registered it, else None."""
+    """Return an array's namespace if a rim has registered it, else None."""
     space = namespace(array)
     return space if space in _registered.values() else None
 
 
 def is_torch(array: Array) -> bool:
-    """Whether it is a tensor of torch."""
+    """Whether it is a torch tensor."""
     return namespace(array) is sys.modules.get("array_api_compat.torch")
 
 
 def is_fixed(array: Array) -> bool:
-    """Whether nothing can be written to it, as to a tensor of a graph."""
+    """Whether it is read-only, like a graph tensor."""
     return _library(array) is not None
 
 
 def device_of(array: Array) -> Any:
-    """The device, for the `device=` of functions that create arrays."""
+    """Return the device, for the `device=` argument of functions that create arrays."""
     return array.device if is_torch(array) else array_api_compat.device(array)
 
 
 def on_host(array: Array) -> bool:
-    """Whether its values are in host memory, so that reading one waits for nothing."""
+    """Whether its values are in host memory, so that reading one does not wait."""
     if isinstance(array, _HOST):
         return True
     return is_torch(array) and array.device.type == "cpu"
 
 
 def library_of(tensor: Any) -> str:
-    """The package of a tensor's type, such as "torch" or "cupy"; imports none."""
+    """Return the package of a tensor's type, such as "torch" or "cupy"; imports nothing."""
     return type(tensor).__module__.partition(".")[0]
 
 
 def on_cuda(tensor: Any) -> bool:
-    """Whether this is a tensor on a CUDA device, of any library; imports none."""
+    """Whether this is a tensor on a CUDA device, from any library; imports nothing."""
     library = library_of(tensor)
     if library == "cupy":
         return True
     if library == "torch":
         return bool(getattr(tensor, "is_cuda", False))
-    # DLPack's kDLCUDA is 2. NumPy's arrays have the method, too, and return 1.
+    # DLPack's kDLCUDA is 2. NumPy arrays have the method as well, and return 1.
     return hasattr(tensor, "__dlpack_device__") and int(tensor.__dlpack_device__()[0]) == 2
 
 
 FLOAT32, FLOAT64, INT32 = (np.dtype(kind) for kind in ("f4", "f8", "i4"))
-_GLANCE = 4096  # elements of a gradient that are looked at before all of them
+_PROBE = 4096  # elements of a gradient that `is_used` tests before all of them
 
 
 def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] | None:
     """Return the same memory as a NumPy array, for compiled kernels; None if they cannot use it.
 
-    They can if it is contiguous in host memory, of this dtype, and no fake tensor of a capture.
-    Call this before the extension, whose calls a capture cannot record.
+    They can if it is contiguous, in host memory, of this dtype, and not a fake tensor of a capture.
+    Call this before the extension, whose calls cannot be captured.
     """
     if type(array) is np.ndarray:
         view = array
@@ -108,7 +109,7 @@ def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] 
         if torch is None or torch.compiler.is_compiling() or type(array) is not torch.Tensor:
             return None
         tracer = sys.modules.get("torch.fx.experimental.proxy_tensor")
-        # make_fx runs on real tensors, whose memory a call of the extension would write unseen.
+        # make_fx runs on real tensors; the extension would write to their memory untraced.
         if tracer is not None and tracer.get_proxy_mode() is not None:
             return None
         if array.device.type != "cpu" or array.layout is not torch.strided:
@@ -118,10 +119,10 @@ def host_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> npt.NDArray[Any] 
 
 
 def numpy_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> Array:
-    """The same memory as a NumPy array, if torch would work on it with one thread of a host.
+    """Return the same memory as a NumPy array if torch would process it with one CPU thread.
 
-    Calls of NumPy's functions take about half as long, which counts where tensors are small. With
-    more threads torch's own functions use them.
+    NumPy's calls take about half as long, which matters for small tensors. With more threads
+    torch's functions use them, so the tensor is returned.
     """
     if type(array) is np.ndarray or not is_torch(array):
         return array
@@ -130,23 +131,23 @@ def numpy_view(array: Array, dtype: npt.DTypeLike = FLOAT32) -> Array:
 
 
 def host_threads(like: Array) -> int:
-    """Threads that the array's library works with on a host."""
+    """Return the number of CPU threads that the array's library uses."""
     torch = sys.modules.get("torch")
-    # Where torch is loaded, its setting counts for NumPy's arrays, too: see `numpy_view`.
+    # If torch is loaded, its setting applies to NumPy arrays as well: see `numpy_view`.
     return int(torch.get_num_threads()) if torch is not None else _processors()
 
 
 @cache
 def _processors() -> int:
-    wish = os.environ.get("OMP_NUM_THREADS", "")  # torchrun sets it, to 1
+    wish = os.environ.get("OMP_NUM_THREADS", "")  # torchrun sets it to 1
     if wish.isdigit() and int(wish):
         return int(wish)
-    usable = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    usable = getattr(os, "sched_getaffinity", None)  # only on Linux
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
 def to_host(array: Array) -> npt.NDArray[Any]:
-    """The values as a NumPy array; shares memory with an array on the host."""
+    """Return the values as a NumPy array; shares memory with an array on the host."""
     if isinstance(array, np.ndarray):
         return array
     if is_torch(array):
@@ -155,32 +156,32 @@ def to_host(array: Array) -> npt.NDArray[Any]:
 
 
 def asarray_like(array: Array, like: Array) -> Array:
-    """An array in the library and on the device of another, in its own dtype; may share memory."""
+    """Convert an array to the library and device of `like`, keeping dtype; may share memory."""
     if isinstance(like, np.ndarray):
         return to_host(array)
     if (library := _library(like)) is not None:
-        return library.asarray(array)  # TensorFlow chooses the device of its tensors by itself
+        return library.asarray(array)  # TensorFlow places its tensors by itself
     if type(array) is type(like) and array.device == like.device:
         return array
     return _on_device(to_host(array), like)
 
 
 def _on_device(host: npt.NDArray[Any], like: Array) -> Array:
-    """A host array where `like` is; may share memory."""
-    # torch warns of memory that is read-only, and would write to it.
+    """Move a host array to the device of `like`; may share memory."""
+    # torch warns about read-only memory, and would write to it.
     host = host if host.flags.writeable else host.copy()
     return namespace(like).asarray(host, device=like.device)
 
 
 class Constant:
-    """A host array that follows from shapes and settings, copied once to each device."""
+    """A host array that depends on shapes and settings only, copied once to each device."""
 
     def __init__(self, host: npt.NDArray[Any]) -> None:
         self.host = host
         self._copies: dict[str, Array] = {}
 
     def on(self, like: Array) -> Array:
-        """The array on the device of `like`."""
+        """Return the array on the device of `like`."""
         if isinstance(like, _HOST):
             return self.host
         if (library := _library(like)) is not None:
@@ -192,7 +193,7 @@ class Constant:
 
 
 def take(values: Array, index: Array) -> Array:
-    """[n] values at [m] places, [m]."""
+    """Return [n] values at [m] positions, [m]."""
     if isinstance(values, np.ndarray):
         return values[index]
     if is_torch(values):
@@ -201,19 +202,19 @@ def take(values: Array, index: Array) -> Array:
 
 
 def runs_of(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Run-length encode: how many equal lengths stand side by side, and the length."""
+    """Run-length encode: (number of equal adjacent lengths, length)."""
     return [(len(list(same)), length) for length, same in groupby(lengths)]
 
 
 def spread(values: Array, runs: Sequence[tuple[int, int]]) -> Array:
-    """[n]: each value repeated as often as `runs_of` says, without an index for each element."""
+    """Repeat each value as `runs_of` says, [n], without an index for each element."""
     xp = namespace(values)
     pieces = zip(split(values, [count for count, _ in runs]), runs, strict=True)
     return join([xp.reshape(xp.broadcast_to(value[:, None], run), (-1,)) for value, run in pieces])
 
 
 def put(target: Array, index: Array, values: Array) -> Array:
-    """Set values at [m] places of the first axis, in place where possible; return the target."""
+    """Set values at [m] positions of the first axis, in place if possible; return the target."""
     if (library := _library(target)) is not None:
         return library.put(target, index, values)
     target[index] = values
@@ -221,7 +222,7 @@ def put(target: Array, index: Array, values: Array) -> Array:
 
 
 def filled(target: Array, value: Array) -> Array:
-    """Set all elements to a 0-d value, in place where possible; return the target."""
+    """Set all elements to a 0-d value, in place if possible; return the target."""
     if _library(target) is not None:
         return namespace(target).broadcast_to(value, target.shape)
     target[...] = value
@@ -229,19 +230,19 @@ def filled(target: Array, value: Array) -> Array:
 
 
 def bits_of(values: Array) -> Array:
-    """The bits of float32 as int32; may share memory."""
+    """Return the bits of float32 as int32; may share memory."""
     library = _library(values)
     return values.view(namespace(values).int32) if library is None else library.bits_of(values)
 
 
 def floats_of(bits: Array) -> Array:
-    """The float32 that int32 are the bits of; may share memory."""
+    """Return the float32 with these int32 bits; may share memory."""
     library = _library(bits)
     return bits.view(namespace(bits).float32) if library is None else library.floats_of(bits)
 
 
 def top(values: Array, count: int) -> Array:
-    """[rows, count]: the largest of each row, in any order."""
+    """Return the largest values of each row, in any order, [rows, count]."""
     if is_torch(values):
         return values.topk(count, dim=1, sorted=False).values
     if (library := _library(values)) is not None:
@@ -252,9 +253,9 @@ def top(values: Array, count: int) -> Array:
 
 
 def add_at(target: Array, index: Array, values: Array) -> Array:
-    """Add values at [m] places of the first axis, in place where possible; return the target.
+    """Add values at [m] positions of the first axis, in place if possible; return the target.
 
-    Whole numbers have the same sum in any order; of floats no place may come twice.
+    Integers have the same sum in any order; for floats no position may occur twice.
     """
     if is_torch(target):
         return target.index_add_(0, index, values)
@@ -265,14 +266,14 @@ def add_at(target: Array, index: Array, values: Array) -> Array:
 
 
 def scipy_fft(like: Array) -> Any:
-    """scipy.fft for NumPy; CuPy's copy of it for CuPy: cuFFT, with cached plans."""
+    """Return scipy.fft for NumPy, cupyx.scipy.fft (cuFFT, with cached plans) for CuPy."""
     return import_module("cupyx.scipy.fft" if library_of(like) == "cupy" else "scipy.fft")
 
 
 def rfft(blocks: Array) -> Array:
-    """[rows, 2 * bins]: the real FFT of each row, orthonormal, real and imaginary parts in turn.
+    """Return the orthonormal real FFT of each row, [rows, 2 * bins], (real, imaginary) interleaved.
 
-    Of any length, in single precision. No library shares one row among threads.
+    Any row length, in single precision. No library splits one row among threads.
     """
     if is_torch(blocks):
         torch = sys.modules["torch"]
@@ -283,7 +284,7 @@ def rfft(blocks: Array) -> Array:
 
 
 def irfft(parts: Array, block: int) -> Array:
-    """[rows, block]: the inverse of `rfft`, which may overwrite its argument."""
+    """Invert `rfft`, to [rows, block]; may overwrite its argument."""
     if is_torch(parts):
         torch = sys.modules["torch"]
         pairs = torch.view_as_complex(parts.reshape(len(parts), -1, 2))
@@ -295,19 +296,19 @@ def irfft(parts: Array, block: int) -> Array:
 
 
 def shifted_right(values: Array, places: int) -> Array:
-    """Whole numbers divided by 2**places, rounded down."""
+    """Divide integers by 2**places, rounding down."""
     if _library(values) is None:
         return values >> places
     return namespace(values).bitwise_right_shift(values, places)
 
 
 def matrix_transpose(matrix: Array) -> Array:
-    """[a, b] as [b, a], a view; in TensorFlow's graphs it becomes a part of the product."""
+    """View [a, b] as [b, a]; TensorFlow's graphs fuse it into the matrix product."""
     return matrix.T if _library(matrix) is None else namespace(matrix).permute_dims(matrix, (1, 0))
 
 
 def where_all(flag: Array, these: Sequence[Array], otherwise: Sequence[Array]) -> list[Array]:
-    """All of the first if a 0-d bool is set, else all of the second."""
+    """Return all of `these` if a 0-d bool is set, else all of `otherwise`."""
     if (library := _library(flag)) is not None:
         return library.where_all(flag, these, otherwise)  # type: ignore[no-any-return]
     xp = namespace(flag)
@@ -322,7 +323,7 @@ def clipped(values: Array, least: float, largest: float) -> Array:
 
 
 def rounded(fresh: Array, limit: int) -> Array:
-    """Round and clip to +-limit, in the dtype of an array that may be overwritten."""
+    """Round and clip to +-limit, keeping the dtype; may overwrite the argument."""
     if isinstance(fresh, np.ndarray):
         return np.clip(np.rint(fresh, out=fresh), -limit, limit, out=fresh)
     if is_torch(fresh):
@@ -331,7 +332,7 @@ def rounded(fresh: Array, limit: int) -> Array:
 
 
 def largest_of(values: Array, group_of: Array, groups: int) -> Array:
-    """[groups]: the largest of each group's values, of [n] in all, none below zero."""
+    """Return the largest value in each group, [groups]; the [n] values are not negative."""
     xp = namespace(values)
     least = xp.zeros(groups, dtype=values.dtype, device=device_of(values))
     if is_torch(values):
@@ -341,24 +342,24 @@ def largest_of(values: Array, group_of: Array, groups: int) -> Array:
 
 
 def largest_of_rows(values: Array) -> Array:
-    """The largest magnitude in each row of [rows, n] float32."""
+    """Return the largest magnitude in each row of [rows, n] float32."""
     xp = namespace(values)
-    if is_torch(values):  # in one operation
+    if is_torch(values):  # one operation
         return xp.linalg.vector_norm(values, ord=float("inf"), axis=1)
     if isinstance(values, np.ndarray):
-        # Two passes that write nothing: of a whole vector the magnitudes would go through memory.
+        # Two read-only passes: an array of magnitudes would be written to memory and read again.
         return np.maximum(values.max(axis=1), -values.min(axis=1))
     return xp.max(xp.abs(values), axis=1)
 
 
 def inverse(values: Array) -> Array:
-    """One divided by each, rounded once; 1 / x is two operations in torch."""
+    """Return 1 / values, rounded once; written as 1 / x it is two operations in torch."""
     return values.reciprocal() if is_torch(values) else 1 / values
 
 
 def put_all(targets: Sequence[Array], values: Sequence[Array]) -> None:
     """Copy each value into the target of its shape."""
-    if is_torch(targets[0]):  # one launch on a device for many small tensors
+    if is_torch(targets[0]):  # a single kernel launch for many small tensors
         sys.modules["torch"]._foreach_copy_(list(targets), list(values))
         return
     for target, value in zip(targets, values, strict=True):
@@ -366,7 +367,7 @@ def put_all(targets: Sequence[Array], values: Sequence[Array]) -> None:
 
 
 def split(flat: Array, sizes: Sequence[int]) -> list[Array]:
-    """Views of a vector cut into these sizes, which add up to its own."""
+    """Split a vector into views of these sizes, which add up to its length."""
     if len(sizes) == 1:
         return [flat]
     if is_torch(flat):
@@ -383,19 +384,19 @@ def join(parts: Sequence[Array]) -> Array:
 
 
 def transposed(matrices: Array) -> Array:
-    """[k, a, b] as [k, b, a], a view."""
+    """View [k, a, b] as [k, b, a]."""
     return namespace(matrices).permute_dims(matrices, (0, 2, 1))
 
 
 def products(left: Array, right: Array) -> Array:
-    """[k, a, b] times [k, b, c] is [k, a, c]."""
+    """Multiply [k, a, b] by [k, b, c], giving [k, a, c]."""
     if is_torch(left):
-        return left.bmm(right)  # matmul is the same in six operations
+        return left.bmm(right)  # matmul takes six operations for the same
     return namespace(left).matmul(left, right)
 
 
 def squared_norm(matrix: Array) -> Array:
-    """0-d: the sum of squares."""
+    """Return the sum of squares, 0-d."""
     flat = namespace(matrix).reshape(matrix, (-1,))
     if is_torch(flat):
         return sys.modules["torch"].dot(flat, flat)
@@ -403,7 +404,7 @@ def squared_norm(matrix: Array) -> Array:
 
 
 def product(left: Array, right: Array, out: Array | None) -> Array:
-    """The matrix product, in `out` if there is one."""
+    """Return the matrix product, written to `out` if that is not None."""
     if is_torch(left):
         return sys.modules["torch"].mm(left, right, out=out)
     if out is None:
@@ -412,14 +413,14 @@ def product(left: Array, right: Array, out: Array | None) -> Array:
 
 
 def subtract_product(matrix: Array, left: Array, right: Array) -> Array:
-    """Subtract left @ right from a matrix, in place where possible; return the matrix."""
+    """Subtract left @ right from a matrix, in place if possible; return the matrix."""
     if is_torch(matrix):
         return matrix.addmm_(left, right, alpha=-1)
     if not isinstance(matrix, np.ndarray):
         matrix -= left @ right
         return matrix
-    # By rows of 2**16 elements: a product as large as the gradient would be written to memory and
-    # read again, and the C library returns buffers of that size to the system each time.
+    # In slices of 2**16 elements: a product as large as the gradient would be written to memory and
+    # read back, and the C library returns buffers of that size to the system every time.
     rows = max(1, 2**16 // matrix.shape[1])
     for start in range(0, len(matrix), rows):
         matrix[start : start + rows] -= left[start : start + rows] @ right
@@ -429,19 +430,19 @@ def subtract_product(matrix: Array, left: Array, right: Array) -> Array:
 def is_used(values: Array) -> bool:
     """Whether any value is not zero; waits for a device."""
     xp = namespace(values)
-    # Of a gradient that is used the first few mostly tell, without a pass over all.
-    return bool(xp.any(values[:_GLANCE])) or bool(xp.any(values))
+    # The first few values of a used gradient usually decide it, without a pass over all.
+    return bool(xp.any(values[:_PROBE])) or bool(xp.any(values))
 
 
 def full_fp32_matmul(like: Array) -> AbstractContextManager[Any]:
-    """Products of float32 in float32, and no warnings of overflow: callers look for it themselves.
+    """Compute float32 products in full float32, without overflow warnings; callers check that.
 
-    Torch may run them in fewer bits (TF32, bfloat16, autocast); a rank that subtracts another
-    product than that of the mean loses the difference.
+    Torch may compute them in lower precision (TF32, bfloat16, autocast). If the product a rank
+    subtracts differs from the one in the mean, the difference is lost.
     """
     if is_torch(like):
         if sys.modules["torch"].compiler.is_compiling():
-            return nullcontext()  # whoever captures a step decides how its products are computed
+            return nullcontext()  # whoever captures a step decides the precision of its products
         return _float32_products(like.device.type)
     return np.errstate(all="ignore")
 
@@ -454,7 +455,7 @@ def _float32_products(device: str) -> Iterator[None]:
         torch.set_float32_matmul_precision("highest")
     try:
         with torch.no_grad():
-            # torch has no autocast of the meta device, and refuses the question.
+            # torch has no autocast for the meta device, and is_autocast_enabled raises.
             if device != "meta" and torch.is_autocast_enabled(device):
                 with torch.autocast(device, enabled=False):
                     yield
@@ -466,7 +467,7 @@ def _float32_products(device: str) -> Iterator[None]:
 
 
 class AsyncScalars:
-    """A few numbers of a device, copied to the host in the background and read later.
+    """A few numbers on a device, copied to the host asynchronously and read later.
 
     numbers : [n] float64
     """
@@ -474,7 +475,7 @@ class AsyncScalars:
     def __init__(self, numbers: Array) -> None:
         self._event: Any = None
         self._numbers = numbers
-        # Into pinned memory, without which a copy to the host blocks.
+        # To pinned memory: otherwise a copy to the host blocks.
         if is_torch(numbers) and numbers.device.type == "cuda":
             torch = sys.modules["torch"]
             self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)

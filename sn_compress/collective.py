@@ -1,4 +1,4 @@
-"""What a rim passes to the engine, and the collectives that it runs for it."""
+"""What a rim passes to the engine, and the collectives the rim runs on its behalf."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from .arrays import Array
 
-# What an all-reduce can average and a codec takes; gradients of other types travel as they are.
+# Dtypes that an all-reduce can average and a codec accepts; others are not compressed.
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
@@ -21,10 +21,10 @@ class Gradient:
 
     Attributes
     ----------
-    name : of its tensor, unique and the same on all ranks; None where tensors cannot be told from
-        each other, so nothing is remembered
+    name : of its tensor, unique and the same on all ranks; None if tensors cannot be distinguished,
+        so that there is no error feedback
     shape : of its tensor
-    values : [n], contiguous, of the rim's library and device; the mean is written there
+    values : [n], contiguous, in the rim's library and device; overwritten with the mean
     """
 
     name: str | None
@@ -33,12 +33,12 @@ class Gradient:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def is_float(self) -> bool:
-        """Whether its dtype is one that can be compressed."""
+        """Whether its dtype can be compressed."""
         return dtype_name(self.values) in _FLOATS
 
 
@@ -47,12 +47,12 @@ class Collective:
     """One collective for the rim to run; the same on all ranks, in the same order.
 
     kind : "sum", whose result is the sum over the ranks, each word modulo 2**32; "gather", whose
-        result is the words of all ranks, in order of rank, one behind the other; or "alltoall",
-        whose result is the words of the others for this rank, likewise
-    words : [n] int32 to sum, which the result may overwrite; [n] uint8 to gather, or for each of
-        the others, in order of rank, one behind the other
-    sizes : for a gather, the words of each rank, None if all have as many; for an all-to-all, the
-        words that each of the others sends it
+        result is the words of all ranks, concatenated in rank order; or "alltoall", whose result is
+        the words the other ranks sent to this one, likewise concatenated
+    words : [n] int32 to sum, which the result may overwrite; [n] uint8 to gather, or, for an
+        all-to-all, the words for each other rank, concatenated in rank order
+    sizes : for a gather, the number of words of each rank, None if all are equal; for an
+        all-to-all, the number of words that each rank receives from each other rank
     """
 
     kind: Literal["sum", "gather", "alltoall"]
@@ -69,7 +69,7 @@ class Collective:
         return [0 if source == rank else sizes[rank] for source in range(len(sizes))]
 
 
-# Yields collectives, at times an empty list, and is sent their results in the same order.
+# Yields lists of collectives, which may be empty, and is sent their results in the same order.
 Rounds = Generator[list[Collective], list[Array], None]
 
 
@@ -79,9 +79,10 @@ class Routing:
 
     Attributes
     ----------
-    plain : as without compression, in their own dtype; the rim averages them by itself
-    dense : likewise in this step, but `Engine.dense_values`, whose mean goes to `Engine.learn`
-    coded : by `Engine.rounds`
+    plain : uncompressed, in their own dtype; the rim averages them by itself
+    dense : also averaged by the rim in this step, but as `Engine.dense_values`, and the mean is
+        passed to `Engine.learn`
+    coded : compressed, by `Engine.rounds`
     """
 
     plain: list[Gradient]
@@ -90,70 +91,71 @@ class Routing:
 
 
 def dtype_name(values: Any) -> str:
-    """The name of an array's dtype, such as "float32", of any library."""
+    """Return the name of an array's dtype, such as "float32", for any library."""
     return str(values.dtype).rpartition(".")[2]
 
 
-GROUP = 2**23  # elements from which on a bucket is full
+GROUP = 2**23  # elements at which a bucket is full
 
 
 class Buckets:
-    """Which gradients travel together, and those of the step under way that are ready.
+    """Assigns gradients to buckets, and tracks which of the current step are ready.
 
-    A collective costs its latency, so gradients share a few. Their layout is fixed, the same on all
-    ranks, by the order of parameters: that in which gradients come differs between ranks.
+    Each collective has a latency, so gradients share a few. The layout is fixed by the order of the
+    parameters, and so is the same on all ranks; the order in which gradients arrive is not.
 
     Parameters
     ----------
-    tensors : (name, elements, device) in the order in which gradients mostly come
-    full : elements from which on a bucket takes no more
+    tensors : (name, elements, device) in the usual order of arrival of the gradients
+    full : elements at which a bucket is closed
     """
 
     def __init__(self, tensors: Iterable[tuple[str, int, Any]], *, full: int = GROUP) -> None:
         self.members: list[list[str]] = []
         self._number: dict[str, int] = {}
-        held, last = full, None
+        size, last = full, None
         for name, elements, device in tensors:
-            if held >= full or device != last:  # words of a bucket are made on one device
+            if size >= full or device != last:  # a bucket is encoded on a single device
                 self.members.append([])
-                held, last = 0, device
+                size, last = 0, device
             self.members[-1].append(name)
             self._number[name] = len(self.members) - 1
-            held += elements
+            size += elements
         self.begin()
 
     def begin(self) -> None:
-        """Begin a step: no gradient is there yet."""
+        """Begin a step, with no gradients added yet."""
         self._missing = [len(names) for names in self.members]
         self._filed: dict[int, dict[str, Any]] = {}
 
     def add(self, name: str, filed: Any = None) -> int | None:
-        """Add a gradient; return the number of its bucket if that is complete now.
+        """Add a gradient; return the number of its bucket if that is now complete.
 
-        filed : what `take` returns for it; None for a gradient that travels by itself
+        filed : what `take` returns for it; None for a gradient sent outside the bucket
         """
         number = self._number[name]
-        self._missing[number] -= 1  # also for one that travels by itself: the others wait for none
+        self._missing[number] -= 1  # also for a gradient sent outside: the bucket must not wait
         if filed is not None:
             self._filed.setdefault(number, {})[name] = filed
         return number if not self._missing[number] and number in self._filed else None
 
     def take(self, number: int) -> list[tuple[str, Any]]:
-        """Remove and return what was filed in a bucket, in its order."""
+        """Remove and return what was filed in a bucket, in the order of its members."""
         filed = self._filed.pop(number)
         return [(name, filed[name]) for name in self.members[number] if name in filed]
 
     def incomplete(self) -> list[int]:
-        """Return the numbers of buckets whose filed gradients were not taken, in order."""
+        """Return the numbers of buckets whose filed gradients were not taken, sorted."""
         return sorted(self._filed)
 
 
 class StepTimer:
-    """Seconds of all steps of one optimizer on this rank's threads: codec, and waiting.
+    """Accumulates the seconds that one optimizer's steps spend in the codec and in waiting.
 
-    What rounds take between two yields is the codec; what the rim takes to wait for a collective is
-    the exchange, as far as no backward pass hid it. Both are seconds of the host: on a GPU they
-    only launch the codec's kernels, and NCCL lets the stream wait, not the thread.
+    Time between two yields of the rounds counts as codec; time the rim waits for a collective
+    counts as exchange, to the extent that no backward pass hid it. Both are host time: on a GPU
+    they cover only the launch of the codec's kernels, and with NCCL the stream waits, not the
+    thread.
     """
 
     def __init__(self) -> None:
@@ -161,7 +163,7 @@ class StepTimer:
 
     @contextmanager
     def coding(self) -> Iterator[None]:
-        """Time what rounds compute between two of their yields."""
+        """Time what the rounds compute between two yields."""
         began = time.perf_counter()
         try:
             yield
@@ -178,6 +180,6 @@ class StepTimer:
             self._waited += time.perf_counter() - began
 
     def report(self, steps: int) -> dict[str, float]:
-        """Seconds a step; see Compression.report."""
+        """Return seconds per step; see Compression.report."""
         steps = max(steps, 1)
         return {"codec_s": self._codec / steps, "exchange_s": self._waited / steps}

@@ -1,9 +1,9 @@
-"""The classes that are passed as `compression` to an unpatched Horovod, and to DDP and FSDP2 hooks.
+"""The classes passed as `compression` to stock Horovod, and to DDP and FSDP2 hooks.
 
-Horovod calls two functions on what it is passed, `compress(tensor) -> (tensor, ctx)` and
-`decompress(tensor, ctx)`, and all-reduces the tensor in between; nothing tells which parameter it
-belongs to. So `compress` runs collectives of its own and returns one zero for Horovod to reduce;
-the rim reads the parameter from the calling frame (docs/decisions/0009).
+Horovod calls two functions of the class, `compress(tensor) -> (tensor, ctx)` and
+`decompress(tensor, ctx)`, and all-reduces the tensor in between. It does not pass the parameter. So
+`compress` runs its own collectives and returns a single zero for Horovod to reduce; the framework
+code (the "rim") reads the parameter from the calling frame (docs/decisions/0009).
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _RIMS = {
 
 
 def _as_written(method: Any) -> Any:
-    """Mark a method so that AutoGraph, which rewrites what Horovod traces, leaves it alone."""
+    """Mark a method so that AutoGraph, which rewrites what Horovod traces, does not convert it."""
     method.autograph_info__ = {}  # what tf.autograph.experimental.do_not_convert sets
     return method
 
 
 class _Shown(type):
-    """The metaclass of compressions: the repr of a class is the expression that creates it."""
+    """Metaclass of the compressions: the repr of a class is the expression that creates it."""
 
     def __repr__(cls) -> str:
         settings = getattr(cls, "settings", None)
@@ -40,36 +40,37 @@ class _Shown(type):
 
 
 class Compression(metaclass=_Shown):
-    """What FFTCompression, LowRankCompression, CastCompression and AutoCompression have in common.
+    """Base class of FFTCompression, LowRankCompression, CastCompression and AutoCompression.
 
-    Each is passed as a class, bare or configured by `using`, and never called:
+    Pass the class itself, bare or configured by `using`; it is never instantiated:
     `hvd.DistributedOptimizer(optimizer, compression=FFTCompression)`.
 
-    At the first gradient all ranks compare settings, names and shapes: CompressError on every rank
-    says what differs. What is not compressed travels as with plain Horovod: sparse gradients
-    (unless sparse_as_dense), float64 and integer tensors. What cannot be done is refused: Adasum,
-    reducescatter, operations other than Average and Sum.
+    At the first gradient all ranks compare settings, names and shapes; if they differ, every rank
+    raises a CompressError that names the differences. Sparse gradients (unless sparse_as_dense),
+    float64 and integer tensors are not compressed and travel as in plain Horovod. Adasum,
+    reducescatter, and operations other than Average and Sum are refused.
 
-    Settings of all
+    Common settings
     ---------------
     feedback : add what was dropped to the next step's gradient (default True)
-    decay : factor on that memory, in (0, 1]
+    decay : factor applied to that memory, in (0, 1]
     min_elements : tensors below this size are not compressed (default 1024); vectors, such as
         biases, only from 65536 elements on
-    check_every : steps from one comparison of the ranks' parameters, by digests, to the next;
-        0 for none (default 100). If they differ, CompressError on every rank
-    wait_s : seconds to wait for other ranks (default 1800), then CompressError (optimizers of
-        torch). docs/horovod.md has those of Horovod itself
+    check_every : number of steps between comparisons of the ranks' parameters, by digest; 0 for
+        none (default 100). If parameters differ, every rank raises CompressError
+    wait_s : seconds to wait for other ranks before CompressError (default 1800; torch optimizers
+        only). docs/horovod.md lists Horovod's own timeouts
     hierarchy : "auto" (the default): with several nodes of several ranks each, gradients are summed
-        inside a node, and exchanged compressed between nodes only; None: all ranks exchange with
-        all others. In torch's DistributedDataParallel, and in Horovod's torch and TensorFlow
+        within each node, and only the exchange between nodes is compressed; None: all ranks
+        exchange with all others. For torch's DistributedDataParallel, and Horovod with torch and
+        TensorFlow
     """
 
     settings: ClassVar[Settings]
-    _bare: ClassVar[type[Compression]]  # of a configured one: the class that was configured
+    _bare: ClassVar[type[Compression]]  # of a configured class: the class it was configured from
 
     def __new__(cls, *_: Any, **settings: Any) -> Self:
-        """Always CompressError: the class itself is passed."""
+        """Raise CompressError: pass the class itself."""
         text = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         raise CompressError(
             f"{cls.__name__}({text}) cannot be instantiated; expected the class itself. Pass "
@@ -79,7 +80,7 @@ class Compression(metaclass=_Shown):
     @classmethod
     def with_settings(cls, settings: Settings) -> type[Self]:
         """Return a new class with these settings."""
-        # A subclass of the bare class, also where this one is configured: no chain of classes.
+        # Always a subclass of the bare class, so repeated `using` builds no chain of classes.
         bare = vars(cls).get("_bare", cls)
         changed = _Shown(cls.__name__, (bare,), {"settings": settings, "_bare": bare})
         return cast("type[Self]", changed)
@@ -96,111 +97,112 @@ class Compression(metaclass=_Shown):
         """Called by Horovod."""
         if ctx is not None:
             return ctx.finish(tensor)
-        # Horovod gathers sparse gradients of torch without a call of `compress`.
+        # For torch, Horovod gathers sparse gradients without calling `compress`.
         if getattr(tensor, "is_sparse", False):
             _rim(tensor).count_sparse(sys._getframe(1))
         return tensor
 
     @classmethod
     def report(cls, optimizer: Any) -> dict[str, float]:
-        """What this rank sent for an optimizer so far.
+        """Return statistics of what this rank has sent for an optimizer so far.
 
-        low_rank, rows, frequencies, whole, cast, plain: tensors by the way they travel, "whole" in
-        digits of 16 bits; steps; tensors, elements (compressed ones); dense_bytes (float32, all
-        tensors), payload_bytes (this rank's contribution, uncompressed tensors included), both per
-        step; ratio, and ratio_after_warmup, of the steps in which something was compressed;
+        low_rank, rows, frequencies, whole, cast, plain: number of tensors by method ("whole": as
+        16-bit digits); steps; tensors, elements (compressed ones only); dense_bytes (all tensors as
+        float32) and payload_bytes (this rank's contribution, uncompressed tensors included), both
+        per step; ratio, and ratio_after_warmup, over the steps in which something was compressed;
         relative_error, the mean over steps of |dropped| / |gradient + memory|; saturated.
-        Of torch also codec_s and exchange_s, seconds a step that this rank's threads spent in the
-        codec and waiting for other ranks; the backward pass may hide more of an exchange, and on a
-        GPU the codec is only started in that time.
-        Sparse gradients count in both as what travels of them, in float32 and as it is. Beside all
-        these other_bytes, so far: to agree at the start, to compare parameters, and to tune.
-        Of AutoCompression: tuned, 1 when it is decided; tuned_tensors, those that
-        are compressed since; plain_step_s and trial_step_s, seconds of a step, 0 if none was timed.
+        Sparse gradients count in both byte figures with the bytes that they send.
+        other_bytes, in total: for the agreement at the start, comparing parameters, and tuning.
+        torch only: codec_s and exchange_s, seconds per step that this rank's threads spent in the
+        codec and waiting for other ranks. The backward pass may hide more of the exchange; on a
+        GPU, codec_s covers only launching the kernels.
+        AutoCompression only: tuned, 1 once it has decided; tuned_tensors, the tensors compressed
+        since then; plain_step_s and trial_step_s, seconds of a step, 0 if none was timed.
         """
         return _rim(optimizer).report(optimizer)  # type: ignore[no-any-return]
 
     @classmethod
     def residuals(cls, optimizer: Any) -> dict[str, Any]:
-        """What this rank has yet to send, by parameter name, shaped like the parameters.
+        """Return this rank's residuals by parameter name, shaped like the parameters.
 
-        Set as gradients of torch before the first backward pass of a new optimizer, they travel
-        with it: so they outlive a change of shapes. Those of Keras are arrays by the variables'
-        paths, and `restart` takes them back.
+        In torch, set them as gradients before a new optimizer's first backward pass, and they are
+        sent with it; that way they survive a change of shapes. For Keras they are arrays by
+        variable path, to be passed to `restart`.
         """
         return _rim(optimizer).residuals(optimizer)  # type: ignore[no-any-return]
 
     @classmethod
     def restart(cls, optimizer: Any, residuals: Mapping[str, Any]) -> None:
-        """Let a Keras optimizer begin anew, when variables have new shapes; on all ranks at once.
+        """Restart a Keras optimizer whose variables have new shapes; call it on all ranks at once.
 
-        residuals : what this rank has yet to send, as `residuals` returned it, in the new shapes
+        residuals : this rank's residuals, as `residuals` returned them, in the new shapes
         """
         _rim(optimizer).restart(optimizer, residuals)
 
     @classmethod
     def state_dict(cls, optimizer: Any) -> dict[str, Any]:
-        """The state of an optimizer's exchange, by parameter name. It differs between ranks."""
+        """Return an optimizer's compression state, by parameter name; differs between ranks."""
         return _rim(optimizer).state_dict(optimizer)  # type: ignore[no-any-return]
 
     @classmethod
     def load_state_dict(cls, optimizer: Any, state: dict[str, Any]) -> None:
-        """Load a state saved on the same rank; with another number of ranks, see synchronize.
+        """Load a state saved on the same rank.
 
-        Then load any of the old states on every rank, each old one on at least one rank if it
-        can be, and call synchronize.
+        If the number of ranks has changed, load one of the old states on every rank (each of them
+        on at least one rank, if possible), then call `synchronize`.
         """
         _rim(optimizer).load_state_dict(optimizer, state)
 
     @classmethod
     def synchronize(cls, optimizer: Any, root_rank: int = 0) -> None:
-        """Give all ranks what ranks share, from one of them, and the mean of the memories.
+        """Broadcast the shared state from one rank, and give every rank the mean error memory.
 
-        Called by all ranks, when the set of ranks has changed, or with LowRankCompression after
-        hvd.join(), whose result is the root to take. The mean of what all ranks have yet to send
-        stays what it was.
+        Call it on all ranks when the set of ranks has changed, or, with LowRankCompression, after
+        hvd.join(), whose result is the root to use. The mean residual over all ranks is preserved.
         """
         _rim(optimizer).synchronize(optimizer, root_rank)
 
     @classmethod
     def elastic(cls, optimizer: Any) -> Any:
-        """What to hand hvd.elastic.TorchState, as any keyword, so that it keeps the memories too.
+        """Return an object to pass to hvd.elastic.TorchState, under any keyword, to keep memories.
 
-        After ranks came or went every rank gets the mean of the memories that are left.
+        When ranks join or leave, every rank gets the mean of the remaining memories.
         """
         return _rim(optimizer).Elastic(optimizer)
 
     @classmethod
     def watch(cls, optimizer: Any, scaler: Any) -> None:
-        """Follow a torch.amp.GradScaler: gradients arrive multiplied by its scale.
+        """Track a torch.amp.GradScaler, by whose scale gradients are multiplied.
 
-        When NaN or Inf in any tensor makes the scaler skip a step, the memories of all tensors go
-        back to before it, and they change with the scale. Costs a copy of the memories.
+        When NaN or Inf in any tensor makes the scaler skip a step, the error memories of all
+        tensors are restored; when the scale changes, they are rescaled. Costs a copy of the
+        memories.
         """
         _rim(optimizer).watch(optimizer, scaler)
 
 
 class FFTCompression(Compression):
-    """Each rank's strongest frequencies.
+    """Sends the strongest frequencies of each rank's gradient.
 
-    A gradient is cut into blocks, a block into spans of 64 neighbours; of all FFTs of a block the
-    strongest bins are kept, as range floats with their positions, and what is dropped is
-    remembered. Two ranks gather each other's payloads. Among more, payloads go to the ranks that
-    own the blocks, who send the means on, encoded again: what a rank receives does not grow with
-    their number. hvd.join() on a rank that has run out of data is refused. Gradients of recurrent
-    layers are not smooth: with block=None, and in mode "paper", much of them is lost.
+    A gradient is cut into blocks, and a block into spans of 64 neighbours. Of all the FFT bins of
+    a block the strongest are kept, as range floats with their positions; the rest goes to the error
+    memory. Two ranks gather each other's payloads. Among more, each block has an owner, which
+    receives the payloads, averages them, and sends the mean on, encoded again: what a rank receives
+    does not grow with the number of ranks. hvd.join() on a rank that has run out of data is
+    refused. Gradients of recurrent layers are not smooth: block=None and mode="paper" lose much of
+    them.
 
-    Settings beside those of Compression
-    ------------------------------------
-    theta, block, span, bits, mantissa, positions, values, window, half, transform : those of
-        FFTCodec; bits are 4 by default, with a mantissa of 1, and theta, the fraction of bins
-        dropped (default 0.9), may be a schedule of sn_compress.schedule. span is 64 by default,
-        and None with another transform, or a block that is None or shorter
-    scatter : by way of owners, where that brings a rank fewer bytes (default True); False: always
-        gathered
-    mode : "paper" sets block=None, bits=8, mantissa=3, positions="bitmap", half=True,
-        scatter=False and feedback=False first, as published
-    threads : of the codec; by default as many as the framework uses
+    Settings in addition to those of Compression
+    --------------------------------------------
+    theta, block, span, bits, mantissa, positions, values, window, half, transform : as in
+        FFTCodec. Defaults: bits 4, mantissa 1; theta, the fraction of bins dropped, 0.9, or a
+        schedule from sn_compress.schedule; span 64, but None with another transform, or if block
+        is None or shorter
+    scatter : exchange through block owners where that means fewer bytes per rank (default True);
+        False: always gather
+    mode : "paper" first sets block=None, bits=8, mantissa=3, positions="bitmap", half=True,
+        scatter=False and feedback=False, as published
+    threads : number of codec threads; by default as many as the framework uses
     """
 
     settings: ClassVar[Settings] = Settings(compression="FFTCompression")
@@ -212,18 +214,18 @@ class FFTCompression(Compression):
 
 
 class LowRankCompression(Compression):
-    """Low-rank factors, and rows of embeddings, in digits of few bits that an all-reduce sums.
+    """Sends low-rank factors, and embedding rows, as few-bit integers that an all-reduce sums.
 
-    What is received does not grow with the number of ranks, and ranks that ran out of data may
-    hvd.join(). The ranks of the factors follow from `ratio`, by the energy that the tensors'
-    gradients have in few directions.
+    What a rank receives does not grow with the number of ranks, and ranks that run out of data may
+    call hvd.join(). The ranks of the factors follow from `ratio` and from how much of each tensor's
+    gradient energy lies in few directions.
 
-    Settings beside those of Compression
-    ------------------------------------
-    ratio : float32 bytes over bytes sent, for the model as a whole, what travels plain
-        included (default 100)
-    warmup, every : dense steps at the start (default 10), and from one dense step to the next
-        after that (default 2000)
+    Settings in addition to those of Compression
+    --------------------------------------------
+    ratio : float32 bytes over bytes sent, for the whole model, uncompressed tensors included
+        (default 100)
+    warmup, every : number of dense steps at the start (default 10), and the interval between dense
+        steps after that (default 2000)
     """
 
     settings: ClassVar[Settings] = Settings(compression="LowRankCompression")
@@ -235,18 +237,18 @@ class LowRankCompression(Compression):
 
 
 class CastCompression(Compression):
-    """All of each gradient in 16 or 8 bits, added up in float32.
+    """Sends all of each gradient in 16 or 8 bits, and sums in float32.
 
-    Each rank casts its gradients and sends every other one the part that this one adds up; the
-    means, rounded once, are gathered. As many bytes as in an all-reduce of such floats, which
-    rounds once for each rank. NaN and Inf come through, and in "fp8" make NaN of the 256 elements
-    around them. hvd.join() is refused, as with FFTCompression.
+    Each rank casts its gradients and sends every other rank the part that rank sums; the means,
+    rounded once, are gathered. This takes as many bytes as an all-reduce of such floats, which
+    rounds once per rank. NaN and Inf are preserved; in "fp8" they turn the 256 elements around them
+    into NaN. hvd.join() is refused, as with FFTCompression.
 
-    Settings beside those of Compression
-    ------------------------------------
+    Settings in addition to those of Compression
+    --------------------------------------------
     dtype : "bf16" (the default), with the range of float32; "fp16", with three more bits of
         precision, up to 65504; "fp8", e4m3 with a scale for every 256 elements, off by up to a
-        sixteenth. Only what "fp8" has rounded off is remembered: feedback and decay are its own
+        sixteenth. Only "fp8" has error feedback, so feedback and decay apply to it alone
     """
 
     settings: ClassVar[Settings] = Settings(compression="CastCompression")
@@ -258,15 +260,16 @@ class CastCompression(Compression):
 
 
 class AutoCompression(Compression):
-    """LowRankCompression where it pays, by measurement; else plain.
+    """Uses LowRankCompression if measurements show that it pays; else sends plain gradients.
 
-    A convolution may also travel by directions of single frequencies of its kernels, where these
-    catch more of its gradient in as many bytes. In torch's DistributedDataParallel casts to bf16,
-    as of CastCompression, are weighed, too, and taken where they are faster than both.
+    A convolution may also be sent as low-rank factors per frequency of its kernels, where these
+    capture more of its gradient in as many bytes. In torch's DistributedDataParallel, casts to bf16
+    (as in CastCompression) are considered as well, and used where they are faster than both.
 
-    Link and codec are measured in the first steps, a model chooses for all tensors together, and
-    unless a step is then faster by the clock, all goes on plain; docs/cost.md says how. In
-    TensorFlow it is for a step inside a tf.function and for Keras; elsewhere CompressError.
+    Link and codec are measured in the first steps; a cost model then decides for all tensors
+    together, and unless measured steps get faster, training continues uncompressed (docs/cost.md).
+    In TensorFlow it works for steps inside a tf.function and for Keras; elsewhere it raises
+    CompressError.
 
     Settings are those of LowRankCompression.
     """
@@ -280,7 +283,7 @@ class AutoCompression(Compression):
 
 
 def _reduced(compression: type[Compression]) -> Any:
-    """Pickle a class by its bare class and settings: a configured one has no name to import."""
+    """Pickle a class as its bare class and settings: a configured class cannot be imported."""
     if "_bare" in vars(compression):
         return compression._bare.with_settings, (compression.settings,)
     return compression.__qualname__
@@ -290,7 +293,7 @@ copyreg.pickle(_Shown, _reduced)  # type: ignore[arg-type]
 
 
 def settings_of(compression: Any, where: str) -> Settings:
-    """Return the settings of an argument `compression`; CompressError if it is none of ours."""
+    """Return the settings of a `compression` argument; CompressError if it is not one of ours."""
     if isinstance(compression, type) and issubclass(compression, Compression):
         settings = getattr(compression, "settings", None)
         if isinstance(settings, Settings):
@@ -313,7 +316,7 @@ def _kind(thing: Any) -> str:
 
 
 def _rim(thing: Any) -> ModuleType:
-    """The rim for a tensor or optimizer, by the framework that its type or a base comes from."""
+    """Return the rim for a tensor or optimizer, by the framework of its type or a base class."""
     for base in type(thing).__mro__:
         if name := _RIMS.get(base.__module__.partition(".")[0]):
             return import_module(name, __package__)

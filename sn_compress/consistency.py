@@ -1,12 +1,13 @@
-"""Whether all ranks agree: on settings and tensors at the start, on parameters later.
+"""Checks that all ranks agree: on settings and tensors at the start, on parameters later.
 
-Where ranks differ, training ends in a mismatch deep in the transport or in a wait without end; or,
-where two tensors of one shape swap names, it silently goes wrong. So they are compared first.
+Where ranks differ, training fails with a mismatch deep in the transport, or hangs; or, if two
+tensors of the same shape swap names, it goes wrong silently. So ranks are compared first.
 
-One all-reduce of whole numbers does it: the number of ranks that take part, pieces of a digest, and
-their squares. All are equal if and only if count * sum of squares = square of sum (Cauchy-Schwarz),
-which every rank sees alike. Only where they differ the texts themselves travel, and every rank
-raises the same error. A rank that has joined adds zeros, and is not compared.
+A single all-reduce of integers does it: the number of participating ranks, pieces of a digest, and
+their squares. All digests are equal if and only if count * sum of squares = square of sum
+(Cauchy-Schwarz), and every rank gets the same answer. Only if they differ are the texts themselves
+exchanged, and every rank raises the same error. A rank that has joined adds zeros, and is not
+compared.
 """
 
 from __future__ import annotations
@@ -26,26 +27,26 @@ import numpy.typing as npt
 
 from .errors import CompressError
 
-Fingerprint = Sequence[tuple[str, str]]  # of what, and what of it: ("setting ratio", "100.0")
+Fingerprint = Sequence[tuple[str, str]]  # names and values: ("setting ratio", "100.0")
 Words = npt.NDArray[np.int64]
 
-_PIECES = 8  # of a digest, 16 bits each: their squares, summed over 2**20 ranks, fit int64
-_SHOWN = 3  # differences in a message
+_PIECES = 8  # 16-bit pieces of a digest: their squares, summed over 2**20 ranks, fit int64
+_SHOWN = 3  # differences listed in a message
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _NOTHING = "nothing"
 
 
 class Total(Protocol):
-    """An all-reduce of the rim: it blocks, and all ranks call it in the same order."""
+    """A blocking all-reduce of the rim, called by all ranks in the same order."""
 
     def __call__(self, name: str, words: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """The sum over the ranks of [n] int64, float32 or float64; the same bits on all ranks."""
+        """Sum [n] int64, float32 or float64 over the ranks; bit-identical on all ranks."""
 
 
 def digest_words(fingerprint: Fingerprint | None) -> Words:
-    """What a rank adds to the sum that `all_equal` reads, [17] int64.
+    """Return a rank's contribution to the sum that `all_equal` reads, [17] int64.
 
-    None for a rank that is not compared: it adds zeros, as one that has joined does.
+    fingerprint : None for a rank that is not compared: it adds zeros, like one that has joined
     """
     if fingerprint is None:
         return np.zeros(1 + 2 * _PIECES, np.int64)
@@ -66,11 +67,11 @@ def all_equal(total: Words) -> bool:
 def difference(
     fingerprint: Fingerprint | None, *, total: Total, rank: int, ranks: int, name: str
 ) -> str:
-    """Describe where ranks' fingerprints differ, in the same words on all ranks; blocks.
+    """Describe how the ranks' fingerprints differ, with the same text on all ranks; blocks.
 
     All ranks call it, once they know that they differ.
     """
-    # Texts are gathered by sums, as the rim's all-reduce is all there is: each rank has a row.
+    # Gather texts by summing rows, one per rank: an all-reduce is the only collective available.
     text = b"" if fingerprint is None else json.dumps(list(fingerprint)).encode()
     lengths = np.zeros(ranks, np.int64)
     lengths[rank] = len(text)
@@ -81,7 +82,7 @@ def difference(
     by_rank = {
         other: [tuple(pair) for pair in json.loads(row.view(np.uint8)[:length].tobytes())]
         for other, (row, length) in enumerate(zip(rows, lengths, strict=True))
-        if length  # none of a rank that has joined, or is not asked
+        if length  # 0 for a rank that has joined or is not compared
     }
     return _in_words(by_rank)
 
@@ -93,7 +94,7 @@ def _in_words(by_rank: dict[int, list[tuple[str, str]]]) -> str:
         for mine, theirs in zip_longest(by_rank[first], by_rank[other], fillvalue=("", _NOTHING)):
             if mine != theirs:
                 what = mine[0] or theirs[0]
-                # Where keys differ, one rank has an entry in this place that the other lacks.
+                # If keys differ, one rank has an entry here that the other lacks.
                 here, elsewhere = (
                     value if key in ("", what) else f"{key} {value}"
                     for key, value in (mine, theirs)
@@ -106,10 +107,10 @@ def _in_words(by_rank: dict[int, list[tuple[str, str]]]) -> str:
 def agree(
     fingerprint: Fingerprint, *, total: Total, rank: int, ranks: int, name: str, do: str
 ) -> None:
-    """Raise CompressError, on every rank, unless all have the same fingerprint; blocks.
+    """Raise CompressError on every rank unless all have the same fingerprint; blocks.
 
     name : of the collectives
-    do : how to make them equal, the end of the message
+    do : the end of the message: how to make the ranks agree
     """
     if not all_equal(total(name, digest_words(fingerprint))):
         differing = difference(fingerprint, total=total, rank=rank, ranks=ranks, name=name)
@@ -117,7 +118,7 @@ def agree(
 
 
 def fingerprint_of(record: Any, *, but: Iterable[str] = ()) -> list[tuple[str, str]]:
-    """The fingerprint of a dataclass of settings, but for some of its fields."""
+    """Return the fingerprint of a settings dataclass, excluding some of its fields."""
     left_out = set(but)
     return [
         (f"setting {field.name}", plain(getattr(record, field.name)))
@@ -127,11 +128,11 @@ def fingerprint_of(record: Any, *, but: Iterable[str] = ()) -> list[tuple[str, s
 
 
 def plain(value: Any) -> str:
-    """Its repr without addresses, which no two processes share."""
+    """Return the repr without addresses, which differ between processes."""
     return _ADDRESS.sub("", repr(value))
 
 
-_WIDTH = 2**16  # words that are weighed at once: they stay in the cache
+_WIDTH = 2**16  # words weighted at once: they fit the cache
 DO = (
     "Resume from an earlier checkpoint, or broadcast the parameters of one rank and reset the "
     "error memories. If it happens again, suspect a rank's memory or its network adapter. "
@@ -140,14 +141,14 @@ DO = (
 
 
 class ParameterCheck:
-    """When to compare parameters, and the error if ranks differ; for one optimizer.
+    """Decides when one optimizer's parameters are compared; builds the error if ranks differ.
 
-    All ranks add the same mean to the same weights, so they stay equal to the bit. But a bit that
-    flips where one rank receives, compressed or plain, makes that rank differ for ever, and nothing
-    fails. A digest of the parameters, 17 words to sum, detects it, for one pass over the weights:
-    once in 100 steps that is well below a thousandth of their time.
+    All ranks add the same mean to the same weights, so they stay bit-identical. But a single bit
+    flipped in what one rank receives, compressed or plain, makes that rank differ forever, and
+    nothing fails. A digest of the parameters, 17 words to sum, detects this at the cost of one pass
+    over the weights: every 100 steps, that is well below a thousandth of the training time.
 
-    every : steps from one comparison to the next; 0 for none
+    every : number of steps between comparisons; 0 for none
     """
 
     def __init__(self, every: int) -> None:
@@ -155,22 +156,22 @@ class ParameterCheck:
         self.reset()
 
     def reset(self) -> None:
-        """Count from here, as when the number of ranks has changed; on all ranks at once."""
+        """Restart the count, e.g. when the number of ranks has changed; on all ranks at once."""
         self.steps, self.same_at = 0, 0
 
     def step(self) -> bool:
-        """Begin a step; return whether to compare the parameters that it begins with."""
+        """Begin a step; return whether to compare the parameters it starts from."""
         compares = self.every > 0 and self.steps > 0 and self.steps % self.every == 0
         self.steps += 1
         return compares
 
     @property
     def free_steps(self) -> int:
-        """Steps from the next one on in which nothing is compared."""
+        """Number of steps, from the next one on, in which nothing is compared."""
         return -self.steps % self.every if self.every else 2**62  # more than any run has
 
     def passed(self, at: int) -> None:
-        """Note that all parameters were the same before step `at`, counted from 0."""
+        """Record that all parameters were equal before step `at`, counted from 0."""
         self.same_at = at
 
     def error(
@@ -185,7 +186,8 @@ class ParameterCheck:
     ) -> CompressError:
         """Return the error to raise, the same on every rank; blocks, and all ranks call it.
 
-        fingerprint : None on a rank that sends none; hint : equal on all ranks, before what to do
+        fingerprint : None on a rank that sends none
+        hint : inserted before the advice; equal on all ranks
         """
         differing = difference(fingerprint, total=total, rank=rank, ranks=ranks, name="sn.same")
         since = f"they were the same after step {self.same_at}"
@@ -203,7 +205,7 @@ class ParameterCheck:
 
 @cache
 def weights() -> npt.NDArray[np.int64]:
-    """An odd factor for each place of `_WIDTH` words, [65536] int64."""
+    """Return an odd factor for each of `_WIDTH` words, [65536] int64."""
     numbers = np.random.default_rng(2026).integers(-(2**62), 2**62, _WIDTH)
     return numbers * 2 + 1
 
@@ -213,12 +215,12 @@ def weigh(
 ) -> str:
     """Return a digest of [n] words of up to 32 bits, on any device: a sum weighted by odd numbers.
 
-    Modulo 2**64, where odd numbers have inverses: a change of a single word is always detected, and
-    one of several words is missed with a probability of at most 2**-32, unless it is chosen by
-    someone who knows the weights.
+    The sum is modulo 2**64, where odd numbers have inverses: a change of a single word is always
+    detected, and a change of several is missed with a probability of at most 2**-32, unless it is
+    chosen by someone who knows the weights.
 
     factors : `weights()`, of the same array library and device
-    wide : makes int64 of words
+    wide : converts words to int64
     fetch : copies the sums of all pieces to the host at once, as each copy waits for the device
     """
     sums = []
@@ -230,7 +232,7 @@ def weigh(
 
 
 def digest(values: npt.NDArray[Any]) -> str:
-    """Return the digest of an array on the host, by its bits."""
+    """Return the digest of the bits of an array on the host."""
     flat = np.ascontiguousarray(values).reshape(-1)
     size = min(flat.dtype.itemsize, 4)
     words = flat.view(np.uint8) if flat.dtype == np.bool_ else flat.view(f"i{size}")
@@ -238,20 +240,20 @@ def digest(values: npt.NDArray[Any]) -> str:
     return weigh(words, weights(), wide, fetch)
 
 
-# Seconds between two polls: long enough to leave the core, and a small share of the wait so far, so
-# that a wait is little longer than what is waited for.
+# Seconds between two polls: long enough to yield the core, and a small fraction of the wait so far,
+# so that little time passes between arrival and wake-up.
 _SHORTEST, _LONGEST, _SHARE = 1e-4, 1e-3, 0.15
-WAIT_S = 1800.0  # longer than one rank takes to validate, or to write a checkpoint, alone
+WAIT_S = 1800.0  # longer than one rank alone takes to validate or to write a checkpoint
 
 
 def result_of(hvd: Any, handle: int, *, limit_s: float, what: str) -> Any:
-    """Wait for a handle of `hvd`, horovod.torch, asleep; CompressError after `limit_s` seconds.
+    """Wait for a handle of horovod.torch, sleeping; CompressError after `limit_s` seconds.
 
-    hvd.synchronize polls and merely yields in between. With fewer cores than ranks, those that wait
-    so hold up the threads they wait for: a test of gossip on four ranks and two cores took 41 to
-    77 s over Gloo's alltoall, and takes 20 to 22 asleep.
+    hvd.synchronize busy-polls, only yielding in between. With fewer cores than ranks, that slows
+    down the very threads it waits for: a gossip test on four ranks and two cores took 41 to 77 s
+    over Gloo's alltoall, and takes 20 to 22 s when sleeping.
 
-    what : is waited for, in words
+    what : description of what is waited for
     """
     start = time.monotonic()
     while not hvd.poll(handle):
@@ -263,7 +265,7 @@ def result_of(hvd: Any, handle: int, *, limit_s: float, what: str) -> Any:
 
 
 def waited_message(what: str, limit_s: float) -> str:
-    """The error after a wait that was too long."""
+    """The error message after a wait that timed out."""
     return (
         f"waited {limit_s:g} s for the other ranks, for {what}. They have exited, or never reach "
         "this call: ranks differ in the number of optimizers or steps, or only some take a branch. "

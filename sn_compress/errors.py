@@ -1,12 +1,12 @@
-"""What can go wrong, as exceptions.
+"""Exceptions and warnings.
 
     CompressError(ValueError)        a setting, tensor or call that cannot be carried out
       PayloadError                   bytes that are not a payload of this codec
     MissingExtra(ImportError)        an optional library is needed and absent
     SaturationWarning(UserWarning)   values beyond a fixed range were clipped to its ends
-    UncalledWarning(UserWarning)     compression was asked for, and nothing calls it
+    UncalledWarning(UserWarning)     compression was requested, but nothing calls it
 
-Every message has four parts: what failed, what was got, what was expected, what to do.
+Every message has four parts: what failed, what it got, what was expected, what to do.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from importlib.util import find_spec
 class CompressError(ValueError):
     """A setting, tensor or call that cannot be carried out."""
 
-    # By this constructor TensorFlow's AutoGraph knows that it may raise the error anew, with its
-    # own trace in the message; with another one it raises an error of its own class.
+    # TensorFlow's AutoGraph re-raises errors that have this constructor, with its own trace in the
+    # message; for any other constructor it raises an error of a class of its own.
     __init__ = Exception.__init__
 
 
@@ -31,7 +31,7 @@ class MissingExtra(ModuleNotFoundError):  # noqa: N818 - it is the extra that is
 
 
 def need(library: str, by: str) -> None:
-    """Raise MissingExtra where a rim is imported without its framework, or without Horovod."""
+    """Raise MissingExtra if a rim is imported without its framework or Horovod installed."""
     if find_spec(library) is None:
         do = f"pip install 'superneurons[{library}]'"
         if library == "horovod":

@@ -1,4 +1,4 @@
-"""What a rank sent, counted from the real payloads."""
+"""Statistics of what a rank has sent, counted from the actual payloads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ METHODS = ("low_rank", "rows", "frequencies", "whole", "cast", "plain")
 
 @dataclass(frozen=True)
 class TensorTraffic:
-    """What a graph has sent of one tensor in each of `steps` steps; `dense`, `sent`: in bytes."""
+    """What a TensorFlow graph sent for one tensor in each of `steps` steps.
+
+    dense, sent : bytes
+    """
 
     name: str
     elements: int
@@ -28,7 +31,7 @@ class TensorTraffic:
 
 @dataclass(frozen=True)
 class PayloadStats:
-    """Statistics of one tensor's payloads: see Payload. None where unknown."""
+    """Statistics of one tensor's payloads (see Payload); None where unknown."""
 
     nbytes: int
     saturated: int
@@ -38,7 +41,7 @@ class PayloadStats:
 
     @classmethod
     def of(cls, payloads: Sequence[Payload]) -> PayloadStats:
-        """Of some, at least one, together."""
+        """Sum the statistics of at least one payload."""
         energies, errors = (
             [getattr(payload, name) for payload in payloads] for name in ("energy", "error")
         )
@@ -52,7 +55,7 @@ class PayloadStats:
 
 @dataclass
 class _Sums:
-    """Bytes of some steps, uncompressed and sent, and whether anything in them was compressed."""
+    """Bytes of some steps, dense and as sent, and whether anything in them was compressed."""
 
     steps: int = 0
     dense: int = 0
@@ -60,7 +63,7 @@ class _Sums:
     compressed: bool = False
 
     def add(self, other: _Sums) -> None:
-        """Count further steps, if anything was compressed in them."""
+        """Add steps in which something was compressed; ignore others."""
         if other.compressed:
             self.steps += other.steps
             self.dense += other.dense
@@ -71,25 +74,25 @@ class _Sums:
 class Traffic:
     """Bytes per step and the relative error, kept per optimizer.
 
-    A step ends when a tensor is sent again: names are the only clock `compress` has. Where a rim
-    knows that a step begins, it says so, as of two models that take turns no name comes again.
+    A step ends when a tensor name repeats: names are the only clock `compress` has. A rim that
+    knows when a step begins calls `new_step`, because with two alternating models no name repeats.
     """
 
     def __init__(self) -> None:
-        self._compressed: dict[str, int] = {}  # elements of tensors that were when sent last
+        self._compressed: dict[str, int] = {}  # elements of tensors compressed when last sent
         self._fixed: dict[str, tuple[int, int]] = {}  # elements and bytes, the same in every step
-        self._sent: set[str] = set()  # in the step still open
+        self._sent: set[str] = set()  # names sent in the open step
         self._steps = 0
         self._dense_sum = self._sent_sum = 0  # bytes over all steps
-        self._now = _Sums()  # of the step still open
-        self._settled = _Sums()  # of all steps in which something was compressed
+        self._now = _Sums()  # of the open step
+        self._settled = _Sums()  # of all closed steps in which something was compressed
         self._energy = self._error = 0.0
         self._relative_sum, self._relative_count = 0.0, 0
         self._saturated = 0
         self._overhead = 0
-        self._methods: dict[str, str] = {}  # how each tensor travels: a key of METHODS
+        self._methods: dict[str, str] = {}  # how each tensor travels: one of METHODS
         self._logged = ""
-        self.logs = True  # whether this rank logs what is chosen; rims leave it to rank 0
+        self.logs = True  # whether this rank logs the methods; rims leave it to rank 0
 
     def plain(self, name: str | None, elements: int, nbytes: int) -> None:
         """Count a tensor that travels uncompressed."""
@@ -97,23 +100,23 @@ class Traffic:
         self._methods[name or ""] = "plain"
 
     def dense(self, name: str, elements: int, nbytes: int) -> None:
-        """Count a tensor that was sent whole for this step only."""
+        """Count a tensor that was sent dense in this step only."""
         self._count(name, elements, nbytes, compressed=False)
         self._methods.setdefault(name, "plain")
 
     def sparse(self, name: str, elements: int, nbytes: int) -> None:
-        """Count a sparse gradient of `elements` values, which travelled with their indices."""
+        """Count a sparse gradient of `elements` values, sent with their indices."""
         self._count(name, elements, nbytes, compressed=False, dense=nbytes)
         self._methods[name] = "plain"
 
     def fixed(self, name: str, elements: int, nbytes: int) -> None:
-        """Note a tensor that travels uncompressed in every step of a traced function."""
-        # Added in `report`: no Python of ours runs in these steps that could count it.
+        """Register a tensor that travels uncompressed in every step of a traced function."""
+        # Added in `report`: none of our Python runs in these steps, so nothing could count it.
         self._methods[name] = "plain"
         self._fixed[name] = elements, nbytes
 
     def overhead(self, nbytes: int) -> None:
-        """Count what is no gradient: agreement, comparison of parameters, measurements."""
+        """Count bytes other than gradients: agreement, parameter comparison, measurements."""
         self._overhead += nbytes
 
     def ran(
@@ -125,9 +128,9 @@ class Traffic:
     ) -> bool:
         """Count steps that a graph has run by itself; True if values saturated for the first time.
 
-        steps : those of them that nothing else has counted
-        relative : the sum of their relative errors, and the number of steps in it
-        saturated : values that were clipped
+        steps : how many of them nothing else has counted
+        relative : the sum of their relative errors, and the number of steps summed
+        saturated : number of values that were clipped
         """
         if not any(tensor.steps for tensor in tensors):
             return False
@@ -154,7 +157,7 @@ class Traffic:
         return first
 
     def new_step(self) -> None:
-        """Let what is counted next begin a step."""
+        """Begin a step with the next tensor counted."""
         self._sent.clear()
 
     @property
@@ -176,14 +179,14 @@ class Traffic:
     def shared(
         self, name: str, elements: int, nbytes: int, energy: float, error: float, *, method: str
     ) -> None:
-        """Count what one tensor sends by a method of METHODS, and its energy and error."""
+        """Count what one tensor sends by one of METHODS, and its energy and error."""
         self._count(name, elements, nbytes, compressed=True)
         self._methods[name] = method
         self._energy += energy
         self._error += error
 
     def lost(self, energy: float, error: float) -> None:
-        """Count energy and error of the step before, which a device had not computed by its end."""
+        """Count energy and error of the previous step that the device had not computed in time."""
         self._energy += energy
         self._error += error
 
@@ -197,7 +200,7 @@ class Traffic:
         dense: int | None = None,
     ) -> None:
         key, dense = name or "", 4 * elements if dense is None else dense
-        # A name that comes again begins a step.
+        # A repeated name begins a step.
         if key in self._sent or not self._sent:
             self._close_step()
             self._say()
@@ -232,9 +235,9 @@ class Traffic:
         return {method: count[method] for method in METHODS}
 
     def _say(self) -> None:
-        """Log methods in one line after the first compressed step, and when they change.
+        """Log the methods in one line after the first compressed step, and whenever they change.
 
-        At the end of a step, as tensors are counted one by one.
+        Called at the end of a step, because tensors are counted one by one.
         """
         counts = self._counts()
         line = ", ".join(f"{n} {method.replace('_', ' ')}" for method, n in counts.items() if n)
@@ -247,7 +250,7 @@ class Traffic:
     def report(self) -> dict[str, float]:
         """See Compression.report; all zeros before the first step."""
         relative_sum, count = self._relative_sum, self._relative_count
-        if self._energy > 0 and math.isfinite(self._energy):  # the step still open
+        if self._energy > 0 and math.isfinite(self._energy):  # the open step
             relative_sum, count = relative_sum + math.sqrt(self._error / self._energy), count + 1
         steps = max(self._steps, 1)
         fixed_dense = sum(4 * n for n, _ in self._fixed.values())

@@ -1,9 +1,9 @@
-"""Reading saved states, which come from files that may be truncated, forged, or something else.
+"""Validated reading of saved states, whose files may be truncated, forged, or something else.
 
 The obvious loader indexes into what it gets and lets Python complain: a KeyError here, an
-allocation of terabytes there, and half of it loaded. Here any fault is one CompressError, sizes are
-checked against the arrays at hand before anything is allocated, and nothing changes before all was
-read.
+allocation of terabytes there, and a state that is half loaded. Here any fault is one CompressError,
+sizes are checked against the arrays present before anything is allocated, and nothing changes until
+everything was read.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import numpy.typing as npt
 
 from .errors import CompressError
 
-_DEPTH = 32  # of nested dicts and lists; ours have eight levels
-# What a wrong state raises where it is used; not BaseException, as Ctrl-C is no fault of a file.
+_DEPTH = 32  # maximum nesting of dicts and lists; our states have eight levels
+# What using a wrong state may raise; not BaseException, as Ctrl-C is not a fault of the file.
 _FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError,
            ValueError, Warning, zipfile.BadZipFile)  # fmt: skip
 
 
 @contextmanager
 def reading(what: str) -> Iterator[None]:
-    """Raise what goes wrong inside as a CompressError that names what was read."""
+    """Re-raise errors of the body as a CompressError that names what was read."""
     try:
         yield
     except CompressError:
@@ -41,10 +41,11 @@ def reading(what: str) -> Iterator[None]:
 
 
 def held(node: Any, depth: int = 0) -> int:
-    """Elements of all arrays in dicts and lists, to check the sizes in a state against.
+    """Return the number of elements of all arrays in nested dicts and lists.
 
-    Raises CompressError for arrays that repeat elements by strides of zero, as a copy of one would
-    allocate them all, and for a state that is nested too deeply.
+    Sizes declared in a state are checked against it. Raises CompressError for arrays with zero
+    strides, because a copy would allocate every repeated element, and for a state that is nested
+    too deeply.
     """
     if depth > _DEPTH:
         raise CompressError(f"a saved state of more than {_DEPTH} levels; expected a state_dict()")
@@ -54,7 +55,7 @@ def held(node: Any, depth: int = 0) -> int:
         return sum(held(value, depth + 1) for value in node)
     if isinstance(node, np.ndarray):
         steps, shape = node.strides, node.shape
-    elif callable(getattr(node, "stride", None)):  # a tensor of torch, which has no name here
+    elif callable(getattr(node, "stride", None)):  # a torch tensor; torch is not imported here
         steps, shape = node.stride(), tuple(node.shape)
     else:
         return 1 if isinstance(node, (int, float)) else 0
@@ -66,20 +67,20 @@ def held(node: Any, depth: int = 0) -> int:
 
 
 def count(value: Any, what: str, *, low: int = 0, high: int = 2**62) -> int:
-    """A saved whole number, or CompressError."""
+    """Return a saved integer; CompressError if it is not one."""
     if isinstance(value, np.integer):
         value = int(value)
-    # True is an int for Python.
+    # In Python True is an int.
     if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
         raise CompressError(f"a saved {what} is {value!r}; expected {low} to {high}")
     return value
 
 
 def shape(value: Any, what: str) -> tuple[int, ...]:
-    """A saved shape, of at most 2**48 elements, or CompressError."""
+    """Return a saved shape of at most 2**48 elements; CompressError if it is not one."""
     if not isinstance(value, (list, tuple)):
         raise CompressError(f"a saved {what} is {value!r}; expected a list of sizes")
-    # 2**48 elements are more than any memory holds; 64 axes are NumPy's limit.
+    # 2**48 elements fit no memory; 64 axes are NumPy's limit.
     sizes = tuple(count(size, what, high=2**48) for size in value)
     if math.prod(sizes) > 2**48 or len(sizes) > 64:
         raise CompressError(f"a saved {what} is {value!r}; expected at most 2**48 elements")
@@ -94,7 +95,7 @@ def floats(value: Any, what: str, size: tuple[int, ...]) -> npt.NDArray[np.float
             f"saved {what} has shape {array.shape} and dtype {array.dtype}; expected {size}, "
             "float32. Was it saved with other settings, or for another layer?"
         )
-    with np.errstate(over="ignore"):  # of float64 beyond float32, which is Inf below
+    with np.errstate(over="ignore"):  # float64 beyond float32's range becomes Inf, caught below
         copy = np.array(array, np.float32, order="C")
     if not np.isfinite(copy).all():
         raise CompressError(f"saved {what} holds NaN or Inf; load another, or none")
@@ -102,16 +103,16 @@ def floats(value: Any, what: str, size: tuple[int, ...]) -> npt.NDArray[np.float
 
 
 def arrays_of(data: bytes) -> dict[str, npt.NDArray[Any]]:
-    """The arrays of a file as np.savez writes it, by name, as views of its bytes.
+    """Return the arrays in a file written by np.savez, by name, as views of its bytes.
 
-    `np.load` allocates an array of the size that its header declares before it reads.
+    `np.load` would allocate each array at the size its header declares before reading it.
 
-    Raises CompressError if it is not such a file, or an array not of the size of its bytes.
+    Raises CompressError if it is not such a file, or an array's size does not match its bytes.
     """
     arrays = {}
     with reading("the file"), zipfile.ZipFile(io.BytesIO(data)) as file:
         for entry in file.infolist():
-            # A compressed entry may be a thousand times as large as the file.
+            # A compressed entry may expand to a thousand times the size of the file.
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > len(data):
                 raise CompressError(
                     f"{entry.filename!r} is compressed; expected a file of np.savez"
@@ -128,7 +129,8 @@ def arrays_of(data: bytes) -> dict[str, npt.NDArray[Any]]:
                 raise CompressError(
                     f"{entry.filename!r} declares {sizes} of {dtype}, contains {len(body)} bytes"
                 )
-            array = np.frombuffer(body, dtype) if body else np.zeros(0, dtype)  # no empty one
+            # np.frombuffer refuses an empty buffer.
+            array = np.frombuffer(body, dtype) if body else np.zeros(0, dtype)
             arrays[entry.filename.removesuffix(".npy")] = array.reshape(
                 sizes, order="F" if by_columns else "C"
             )

@@ -1,8 +1,8 @@
-"""Theta over time: how much is dropped at each step.
+"""Schedules of theta, the fraction dropped at each step.
 
-Every rank must use the same theta at the same step, so a schedule is a function of the step. Values
-that fall or rise are rounded to a ladder of few rungs: a payload's size follows from theta, and
-Horovod negotiates a new size anew.
+Every rank must use the same theta at the same step, so a schedule is a function of the step.
+Varying values are rounded to a few discrete levels, because theta determines the payload size, and
+Horovod renegotiates whenever a size changes.
 
 `docs/convergence.md` has the condition under which dropping without error feedback converges.
 """
@@ -17,21 +17,21 @@ from typing import Protocol
 from .errors import CompressError
 
 _RUNGS_PER_HALVING = 4
-_LEAST_KEPT = 2**-10  # the lowest rung, where a learning rate falls to 0
-_SAMPLES = 2**12  # steps at which `Annealed` asks for the rate, to know what is kept on average
+_LEAST_KEPT = 2**-10  # the lowest level, reached when the learning rate falls to 0
+_SAMPLES = 2**12  # steps at which `Annealed` samples the rate to average what is kept
 
 
 class Schedule(Protocol):
-    """Anything with a theta for each step."""
+    """Anything that returns a theta for each step."""
 
     def theta(self, step: int) -> float:
         """Fraction of coefficients dropped at this step (0 is the first), in [0, 1)."""
 
 
 def on_ladder(theta: float) -> float:
-    """Theta moved to the nearest rung: keep = 1 - theta is a power of 2**(-1/4); 0 stays 0.
+    """Round theta to the nearest level: keep = 1 - theta is a power of 2**(-1/4); 0 stays 0.
 
-    From keep 1 to 1/1024 there are 41 rungs.
+    There are 41 levels from keep = 1 to 1/1024.
     """
     keep = 1 - theta
     return 1 - 2 ** (round(_RUNGS_PER_HALVING * math.log2(keep)) / _RUNGS_PER_HALVING)
@@ -52,13 +52,13 @@ class Constant:
 
 @dataclass(frozen=True)
 class Warmup:
-    """Ramp from dense to what follows, in equal factors of keep (as DGC's 75, 93.75, ... %).
+    """Ramp from dense to the following schedule, in equal factors of keep (DGC: 75, 93.75, ... %).
 
     Parameters
     ----------
     steps : length of the warm-up
-    then : the schedule afterwards; it starts at its own step 0
-    dense : the fraction of the warm-up in which nothing is dropped
+    then : the schedule after the warm-up; it starts at its own step 0
+    dense : fraction of the warm-up during which nothing is dropped
     """
 
     steps: int
@@ -75,7 +75,7 @@ class Warmup:
     def theta(self, step: int) -> float:
         if step >= self.steps:
             return self.then.theta(step - self.steps)
-        # `dense` may be 1: then the ramp is below 0 at all steps.
+        # `dense` may be 1: the ramp is then below 0 at all steps.
         ramp = (step / self.steps - self.dense) / max(1 - self.dense, 1e-9)
         if ramp <= 0:
             return 0.0
@@ -85,13 +85,13 @@ class Warmup:
 
 @dataclass(frozen=True)
 class Diminishing:
-    """The paper's: theta falls with the learning rate, and so does what is lost.
+    """The paper's schedule: theta, and with it the loss, falls with the learning rate.
 
     Parameters
     ----------
     start : theta at step 0
-    rate : learning rate at a step over that at step 0, a function into (0, 1]
-    power : theta falls as rate**power; 1/2 is what the convergence condition asks for
+    rate : function of the step: its learning rate over that of step 0, in (0, 1]
+    power : theta falls as rate**power; the convergence condition requires 1/2
     """
 
     start: float
@@ -112,19 +112,19 @@ class Diminishing:
 
 @dataclass(frozen=True)
 class Annealed:
-    """What is kept falls with the learning rate; its mean is that of a constant theta.
+    """Lets the fraction kept fall with the learning rate, at the same mean as a constant theta.
 
-    What error feedback holds back reaches the weights late, times the learning rate of a step: the
-    same bytes, over all steps, do more while the rate is high. So this is for a run of known length
-    whose rate falls, with feedback; see docs/convergence.md.
+    Residuals held back by error feedback reach the weights late, multiplied by a later step's
+    learning rate. So, for the same total bytes, it pays to send more while the rate is high. Use it
+    with feedback, for a run of known length whose learning rate falls; see docs/convergence.md.
 
     Parameters
     ----------
     mean : the constant theta that sends as much: 1 - theta has the mean 1 - mean over all steps
-    rate : learning rate at a step over its highest value, a function into [0, 1]
-    steps : length of the run; its last theta holds afterwards
-    power : 1 - theta falls as rate**power, never below 2**-10. 6/7 is least in the sum of squared
-        rate times error, where error falls as (1 - theta)**(-2/3)
+    rate : function of the step: its learning rate over the highest one, in [0, 1]
+    steps : length of the run; the last theta applies afterwards
+    power : 1 - theta falls as rate**power, never below 2**-10. 6/7 minimizes the sum of
+        (rate * error)**2 if the error falls as (1 - theta)**(-2/3)
 
     >>> import math
     >>> schedule = Annealed(0.9, lambda step: (1 + math.cos(math.pi * step / 1000)) / 2, 1000)
@@ -151,7 +151,7 @@ class Annealed:
                 "Annealed: rate(step) is 0 at every step; expected the learning rate as a "
                 "fraction of its highest value"
             )
-        # No field: it follows from them, and would be in the repr that ranks compare.
+        # Not a field: it follows from the fields, and would appear in the repr that ranks compare.
         object.__setattr__(self, "_highest", (1 - self.mean) * len(sampled) / total)
 
     def __repr__(self) -> str:
@@ -167,7 +167,7 @@ class Annealed:
 
 
 def stays(schedule: Schedule, step: int) -> bool:
-    """Whether theta is known to be the same at this step and at all later ones."""
+    """Whether theta is known to be the same at this step and all later ones."""
     while isinstance(schedule, Warmup):
         warmup: Warmup = schedule
         if step < warmup.steps:
@@ -177,7 +177,7 @@ def stays(schedule: Schedule, step: int) -> bool:
 
 
 def _called(rate: Callable[[int], float]) -> str:
-    """A function's name for a repr: its own has an address, which differs between ranks."""
+    """A function's name for a repr; its own repr has an address, which differs between ranks."""
     return getattr(rate, "__qualname__", type(rate).__qualname__)
 
 

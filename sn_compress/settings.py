@@ -1,4 +1,4 @@
-"""What a user may set: one record for all frameworks, so that a word means the same in each."""
+"""User settings: one record for all frameworks, so that each setting means the same everywhere."""
 
 from __future__ import annotations
 
@@ -81,9 +81,10 @@ _KEYWORDS: dict[CompressionName, type] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a compression; its TypedDict above has those that users may set.
+    """The settings of a compression; the TypedDicts above list what users may set for each class.
 
-    One record for all classes: `predict` asks about several, with the defaults of the others.
+    All classes share one record because `predict` evaluates several of them, with defaults for the
+    settings that a class does not have.
     """
 
     compression: CompressionName = "FFTCompression"
@@ -112,13 +113,13 @@ class Settings:
 
     @property
     def exchange(self) -> Exchange:
-        """What travels: payloads that are gathered, words that an all-reduce sums, or casts."""
+        """How gradients travel: gathered payloads, words summed by an all-reduce, or casts."""
         exchanges: dict[str, Exchange] = {"FFTCompression": "gather", "CastCompression": "cast"}
         return exchanges.get(self.compression, "shared")
 
     @property
     def tune(self) -> bool:
-        """Whether measured seconds decide what is compressed."""
+        """Whether measured times decide what is compressed."""
         return self.compression == "AutoCompression"
 
     def changed(self, **changes: Any) -> Settings:
@@ -133,19 +134,19 @@ class Settings:
         if changes.pop("mode", None) == "paper":
             changes = {**_AS_PUBLISHED, **changes}
         settings = replace(self, **changes)
-        # Only blocks of an FFT are cut into spans: the default of 64 is none of the user's choice.
+        # Only FFT blocks are cut into spans; elsewhere the default of 64 must not be an error.
         spans = settings.transform == "fft" and (settings.block or 0) >= (settings.span or 0)
         if "span" not in changes and not spans:
             settings = replace(settings, span=None)
-        settings.codec(threads=1)  # legal settings or an error here, not in mid-training
+        settings.codec(threads=1)  # raises for illegal settings here rather than in mid-training
         check_settings(settings.ratio, settings.warmup, settings.every)
         if settings.min_elements < 1 or not 0 < settings.decay <= 1:
             raise CompressError(
                 f"min_elements={settings.min_elements!r}, decay={settings.decay!r}; expected at "
                 "least 1, and a factor above 0 up to 1"
             )
-        # 16 bits round off at most 2**-8 of a value, which is not worth a memory of four bytes a
-        # parameter (docs/decisions/0103).
+        # 16 bits round off at most 2**-8 of a value, which is not worth an error memory of four
+        # bytes per parameter (docs/decisions/0103).
         exact = settings.exchange == "cast" and settings.dtype != "fp8"
         if unused := [key for key in ("feedback", "decay") if key in changes and exact]:
             raise CompressError(
@@ -175,7 +176,7 @@ class Settings:
             )
 
     def call(self) -> str:
-        """Return the call of `using` that has these settings; "" for the defaults."""
+        """Return the call of `using` that produces these settings; "" for the defaults."""
         default = Settings(compression=self.compression)
         changes = [
             f"{name}={getattr(self, name)!r}"
@@ -202,11 +203,11 @@ class Settings:
         return Constant(self.theta) if isinstance(self.theta, float | int) else self.theta
 
     def fingerprint(self) -> list[tuple[str, str]]:
-        """What all ranks must have alike, for `consistency.agree`."""
-        # Ranks may differ in threads and in how long they wait: no bit depends on these.
+        """Return what must be equal on all ranks, for `consistency.agree`."""
+        # Ranks may differ in threads and in how long they wait: no result depends on these.
         fingerprint = fingerprint_of(self, but=("threads", "wait_s"))
         if self.exchange == "gather" and self.codec(1).version > VERSION:
-            # The last bits of an FFT over a whole vector depend on the library's version.
+            # The last bits of an FFT over a whole gradient depend on the library's version.
             fingerprint.append(("version of SciPy", scipy.__version__))
         return fingerprint
 
@@ -215,38 +216,40 @@ class Settings:
         return is_large(shape, self.min_elements)
 
     def codec(self, threads: int) -> FFTCodec:
-        """The codec of the first step; `threads` is used where the settings leave it open."""
+        """The codec of the first step; `threads` applies where the settings do not say."""
         return self.codec_of(self.schedule().theta(0), threads)
 
     def codec_of(self, theta: float, threads: int) -> FFTCodec:
-        """The codec of these settings at a theta."""
+        """The codec with these settings at a given theta."""
         chosen = {name: getattr(self, name) for name in _CODEC} | {"theta": theta}
         return FFTCodec(**chosen, threads=self.threads or threads)
 
     @property
     def shared(self) -> dict[str, Any]:
-        """What an AllReduceExchange is made with, by keyword."""
+        """Keyword arguments for an AllReduceExchange."""
         chosen = {name: getattr(self, name) for name in _SHARED}
         return {**chosen, "frequencies": self.compression == "AutoCompression"}
 
 
 @cache
 def _types(compression: CompressionName) -> dict[str, Any]:
-    """What each keyword of a compression may be, by name."""
+    """Return the type of each keyword of a compression, by name."""
     return get_type_hints(_KEYWORDS[compression])
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of an annotation made of Literal, unions and classes."""
+    """Whether a value matches an annotation made of Literal, unions and classes."""
     if get_origin(kind) is Literal:
-        # By identity: 1 equals True, and an array has no single truth.
-        allowed = get_args(kind)
-        return any(value is one or (isinstance(value, str) and value == one) for one in allowed)
+        # By identity: 1 equals True, and the truth value of an array is ambiguous.
+        return any(
+            value is literal or (isinstance(value, str) and value == literal)
+            for literal in get_args(kind)
+        )
     if get_origin(kind) in (Union, UnionType):
-        return any(_fits(value, one) for one in get_args(kind))
+        return any(_fits(value, member) for member in get_args(kind))
     if kind is Schedule:  # a protocol, which isinstance does not check
         return callable(getattr(value, "theta", None))
-    if kind in (int, float):  # NumPy's numbers, too
+    if kind in (int, float):  # includes NumPy's numbers
         number = Integral if kind is int else Real
         return isinstance(value, number) and not isinstance(value, bool)
     return isinstance(value, kind)
@@ -272,11 +275,11 @@ _AS_PUBLISHED = {
 
 
 _FOR_GOOD = 2**62  # steps
-_AHEAD = 2**12  # steps for which a schedule is asked in advance whether theta changes
+_AHEAD = 2**12  # steps of a schedule that are evaluated in advance to see whether theta changes
 
 
 class ThetaInTime:
-    """Theta and the codec of each step, by a count of steps."""
+    """Counts steps, and returns theta and the codec of each."""
 
     def __init__(self, settings: Settings, threads: int) -> None:
         self._settings, self._threads = settings, threads
@@ -285,7 +288,7 @@ class ThetaInTime:
         self._codecs: dict[float, FFTCodec] = {}
 
     def refuse_unnamed(self) -> None:
-        """Raise CompressError if theta changes, for a gradient without a name to count steps by."""
+        """Raise CompressError if theta changes: a gradient without a name has no step count."""
         if not self._settings.fixed:
             raise CompressError(
                 f"got a gradient without a name, but theta={self._settings.theta!r} depends on the "
@@ -294,9 +297,9 @@ class ThetaInTime:
             )
 
     def steady_steps(self) -> int:
-        """Return for how many steps from the next one on theta stays the same.
+        """Return for how many steps, from the next one on, theta stays the same.
 
-        At most 2**12 where a schedule could change later.
+        At most 2**12 if the schedule could change later.
         """
         if stays(self._schedule, self.steps):
             return _FOR_GOOD
@@ -305,43 +308,43 @@ class ThetaInTime:
             try:
                 if self._schedule.theta(self.steps + ahead) != theta:
                     return ahead
-            except Exception:  # noqa: BLE001 - of a step that may never come; raised when it does
+            except Exception:  # noqa: BLE001 - that step may never come; if it does, it raises then
                 return ahead
         return _AHEAD
 
     @property
     def next_codec(self) -> FFTCodec:
-        """The codec of the next step, which is not counted yet."""
+        """The codec of the next step; does not count it."""
         return self.codec_at(self._schedule.theta(self.steps))
 
     def begin_step(self) -> float:
-        """Theta of the step that begins."""
+        """Count a step and return its theta."""
         step, self.steps = self.steps, self.steps + 1
         return self._schedule.theta(step)
 
     def codec_at(self, theta: float) -> FFTCodec:
-        """The codec at a theta."""
+        """The codec at a given theta."""
         if theta not in self._codecs:
             self._codecs[theta] = self._settings.codec_of(theta, self._threads)
         return self._codecs[theta]
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the schedule is, {} if theta is a number; the same on every rank."""
+        """The position in the schedule, {} if theta is a number; the same on every rank."""
         if self._settings.fixed:
             return {}
         return {"steps": self.steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load what state_dict returned; {} changes nothing, nor does a CompressError."""
+        """Load what state_dict returned; no change for {}, or if it raises CompressError."""
         if self._settings.fixed or not state:
             return
-        with reading("the place in the schedule"):
+        with reading("the position in the schedule"):
             steps = count(state["steps"], "step")
         self.steps = steps
 
     @contextmanager
     def loading(self, state: Any) -> Iterator[None]:
-        """Load "theta" of a saved state, and undo that if loading the rest raises."""
+        """Load "theta" of a saved state; undo that if the body raises CompressError."""
         before = self.state_dict()
         self.load_state_dict(state.get("theta", {}) if isinstance(state, dict) else {})
         try:

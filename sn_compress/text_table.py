@@ -11,10 +11,10 @@ def text_table(
     rows: Iterable[Sequence[str | float | None]],
     formats: Sequence[str] = (),
 ) -> str:
-    """The lines of a table; the first column, a name, is left-aligned, the others right-aligned.
+    """Return a table as text: the first column left-aligned, the others right-aligned.
 
-    A shorter row ends in empty cells. Numbers take the format of their column, if it has one; None
-    is an empty cell.
+    Short rows are padded with empty cells. Numbers use the format of their column, if it has one;
+    None is an empty cell.
 
     >>> print(text_table(["method", "ms", "ratio"], [["plain", "12.5", "1.0"], ["fp16", "7.0"]]))
     method    ms  ratio

@@ -1,4 +1,4 @@
-"""What an all-reduce may add up: what of each tensor travels, its rounds, what is left for later.
+"""Compression that an all-reduce can sum: what to send of each tensor, its rounds, its memory.
 
-May import `ops`, what that stands on, and `codecs.base`.
+May import `ops`, its dependencies, and `codecs.base`.
 """

@@ -1,14 +1,14 @@
-"""How much of each tensor travels, so that a whole model's gradient fits a budget of words.
+"""Decides how much of each tensor to send, so that a model's gradient fits a budget of words.
 
-One rank for all tensors, as in PowerSGD, spends as much on a matrix whose gradient is nearly of
-rank one as on others. Here directions are bought one by one, always the one that catches the
-largest share of its tensor's energy per word, until the budget is spent. Where energy lies in few
-rows, as an embedding's does, rows are bought instead of directions; where a convolution's lies in
-few frequencies of its kernels, directions of these.
+The same rank for all tensors, as in PowerSGD, spends as much on a matrix whose gradient is nearly
+of rank one as on others. Here directions are added greedily, always the one that captures the
+largest share of its tensor's energy per word, until the budget is spent. If the energy lies in few
+rows, as for an embedding, rows are added instead of directions; if a convolution's lies in few
+frequencies of its kernels, directions of these.
 
 A size is chosen from the gradient of one step, which may lie in few directions by chance, or
-because its loss has hardly begun. Then what is not sent piles up: the memory holds several
-gradients in place of about one, and training lags behind. So ranks vote from time to time whether a
+because its loss has only just started. Then what is not sent piles up: the memory holds several
+gradients instead of about one, and training lags behind. So ranks vote from time to time whether a
 tensor has outgrown its size.
 """
 
@@ -40,8 +40,8 @@ from .methods.low_rank import LowRank
 from .methods.rows import Rows
 
 # Elements from which a vector, such as a bias or the weights of a norm, is compressed. A vector has
-# no low rank, and models have many small ones that together are little: sending them plain costs
-# less than compressing would save.
+# no low rank, and a model's many small ones add up to little: sending them uncompressed costs less
+# than compression would save.
 VECTOR = 2**16
 
 
@@ -59,7 +59,7 @@ def is_large(shape: Sequence[int], min_elements: int) -> bool:
     return _is_large(tuple(shape), min_elements)
 
 
-@lru_cache(maxsize=4096)  # asked for each gradient in each step
+@lru_cache(maxsize=4096)  # called for each gradient in each step
 def _is_large(shape: tuple[int, ...], min_elements: int) -> bool:
     is_vector = sum(side > 1 for side in shape) <= 1
     return math.prod(shape) >= (max(VECTOR, min_elements) if is_vector else min_elements)
@@ -69,9 +69,9 @@ Words = npt.NDArray[np.int32]
 Kind = Literal["low_rank", "rows", "frequencies"]
 
 METHODS: tuple[Kind, ...] = get_args(Kind)
-MOST = 64  # directions of a curve; no tensor gets more
-MOST_FREQUENCIES = 256  # the same of frequencies, whose directions are about a quarter as long
-_JOINED = 0  # in the slot of a rank that has joined; those of others count from 1
+MOST = 64  # directions in a curve; no tensor gets more
+MOST_FREQUENCIES = 256  # the same for frequencies, whose directions are about a quarter as long
+_JOINED = 0  # in the slot of a rank that has joined; other ranks' values start at 1
 _HEADER = 3  # words: the number of ranks that have not joined, the checksum, a digest of shapes
 
 
@@ -82,7 +82,7 @@ class Allocation:
     Attributes
     ----------
     shape : the tensor's; `cut` makes it a matrix
-    size : directions, or rows that each rank names; 0 is the whole tensor
+    size : number of directions, or of rows that each rank names; 0 is the whole tensor
     method : what the size counts: directions, rows, or directions of frequencies
     """
 
@@ -92,11 +92,11 @@ class Allocation:
 
     @property
     def waits(self) -> bool:
-        """Whether a matrix travels whole because it had no energy when sizes were chosen."""
+        """Whether a matrix is sent whole because it was all zeros when sizes were chosen."""
         return self.size == 0 and min(cut(self.shape)) > 1
 
     def part(self) -> Method:
-        """The method with these settings, of this tensor alone."""
+        """Return the method with these settings, for this tensor alone."""
         if self.size == 0:
             return Dense([(1, math.prod(self.shape))])
         if self.method == "frequencies" and (kernels := kernels_of(self.shape)) is not None:
@@ -108,13 +108,13 @@ class Allocation:
 
 @dataclass(frozen=True)
 class EnergyCurve:
-    """The share of energy that directions, rows or directions of frequencies of a tensor hold.
+    """The share of a tensor's energy in its directions, rows, or directions of frequencies.
 
     Attributes
     ----------
     shape : the tensor's
-    shares : [directions] or [rows], share of the squared norm in each, falling
-    method : what is sent; rows in parcels of one for each rank
+    shares : [directions] or [rows], share of the squared norm in each, descending
+    method : what is sent; rows are added in parcels of one per rank
     """
 
     shape: tuple[int, ...]
@@ -123,7 +123,7 @@ class EnergyCurve:
 
     @classmethod
     def of(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve:
-        """Of directions, measured on a mean gradient that all ranks know, [n]."""
+        """Return the curve of directions, from a mean gradient that all ranks know, [n]."""
         rows, columns = cut(shape)
         most = min(rows, columns, MOST)
         known = np.isfinite(mean).all() and mean.any()
@@ -131,12 +131,12 @@ class EnergyCurve:
             return cls(tuple(shape), np.full(most, 1 / most))
         sigma = _singular_values(mean.reshape(rows, columns), most)
         energy = np.square(sigma, dtype=np.float64)
-        # Of the whole norm: shares of the leading directions alone need not add up to 1.
+        # Relative to the whole norm: shares of the leading directions need not add up to 1.
         return cls(tuple(shape), energy / np.square(mean, dtype=np.float64).sum())
 
     @classmethod
     def of_rows(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve:
-        """Of rows, measured likewise."""
+        """Return the curve of rows."""
         rows, _ = cut(shape)
         energy = np.square(mean.reshape(rows, -1), dtype=np.float64).sum(axis=1)
         total = energy.sum()
@@ -146,7 +146,7 @@ class EnergyCurve:
 
     @classmethod
     def of_frequencies(cls, mean: Floats, shape: Sequence[int]) -> EnergyCurve | None:
-        """Of directions of frequencies, measured likewise; None where there are no kernels."""
+        """Return the curve of directions of frequencies; None for a tensor without kernels."""
         if (kernels := kernels_of(shape)) is None:
             return None
         side = min(kernels.outputs, kernels.inputs)
@@ -166,28 +166,28 @@ class EnergyCurve:
         return cls(tuple(shape), energy[:most] / total, "frequencies")
 
     def caught(self, size: int, ranks: int) -> float:
-        """Share of the energy in `size` directions, or parcels of rows."""
+        """Return the share of the energy in `size` directions, or parcels of rows."""
         return float(self.shares[: size * ranks if self.method == "rows" else size].sum())
 
     def most(self, ranks: int) -> int:
-        """The largest size."""
+        """Return the largest possible size."""
         return -(-self.shares.size // ranks) if self.method == "rows" else self.shares.size
 
     def largest(self, words: int, ranks: int) -> int:
-        """The largest size that fits the words; 0 if none does."""
+        """Return the largest size that fits the words; 0 if none does."""
         sizes = range(1, self.most(ranks) + 1)
         return bisect_right(sizes, words, key=lambda size: _words(self, size, ranks))
 
     @property
     def flat(self) -> bool:
-        """A vector has no factors."""
+        """Whether the tensor is a vector, which has no factors."""
         return min(cut(self.shape)) < 2
 
 
 def better(low_rank: EnergyCurve, rows: EnergyCurve, words: float, ranks: int) -> EnergyCurve:
-    """Rows, if half of the words spent on rows catch more than all of them on directions.
+    """Choose rows if half of the words, spent on rows, capture more than all on directions.
 
-    Half, as a curve has the best rows, while ranks name those that they owe, some of them twice.
+    Half, because a curve has the best rows, while ranks name rows by residual, some of them twice.
     """
     by_rows = rows.caught(rows.largest(int(words / 2), ranks), ranks)
     by_rank = low_rank.caught(max(1, low_rank.largest(int(words), ranks)), ranks)
@@ -197,9 +197,9 @@ def better(low_rank: EnergyCurve, rows: EnergyCurve, words: float, ranks: int) -
 def with_frequencies(
     low_rank: EnergyCurve, frequencies: EnergyCurve | None, words: float, ranks: int
 ) -> EnergyCurve:
-    """Frequencies, if as many words of them catch more.
+    """Choose frequencies if they capture more with as many words.
 
-    An exchange catches about the same part of what either curve shows: seven to eight tenths
+    An exchange captures about the same fraction of what either curve shows: seven to eight tenths
     (docs/decisions/0030).
     """
     if frequencies is None:
@@ -211,19 +211,19 @@ def with_frequencies(
 
 
 def budget(taken: int, left_out: float, ratio: float) -> int:
-    """Words for tensors of `taken` elements, where others send a word for each element."""
+    """Return the words for `taken` compressed elements, if others send a word per element."""
     return max(0, int((taken + left_out) / ratio - left_out))
 
 
 def allocate(curves: Mapping[str, EnergyCurve], words: int, ranks: int) -> dict[str, int]:
-    """Return the size of each tensor: its rank, or rows that a rank names; 0 for vectors: dense.
+    """Return the size of each tensor: its rank, or rows per rank; 0 for vectors: dense.
 
-    words : budget of 4-byte words over all these tensors; the smallest sizes may exceed it
+    words : budget of 4-byte words for all these tensors; the smallest sizes may exceed it
     """
-    # Each tensor has a size of at least 1: what never travels would pile up in its memory.
+    # Each tensor has a size of at least 1: if it were never sent, its memory would keep growing.
     chosen = {name: 0 if curve.flat else 1 for name, curve in curves.items()}
     remaining = words - sum(_words(curves[name], size, ranks) for name, size in chosen.items())
-    # Ties go by name, so that every rank decides alike.
+    # Ties are broken by name, so that all ranks decide alike.
     queue = [(-_gain(curves[name], 1, ranks), name) for name, size in chosen.items() if size]
     heapq.heapify(queue)
     while queue:
@@ -231,7 +231,7 @@ def allocate(curves: Mapping[str, EnergyCurve], words: int, ranks: int) -> dict[
         curve, size = curves[name], chosen[name]
         price = _words(curve, size + 1, ranks) - _words(curve, size, ranks)
         if price > remaining:
-            continue  # not pushed again, as words only get fewer; others may still be cheap enough
+            continue  # not pushed again, as the budget only shrinks; others may still fit
         remaining -= price
         chosen[name] = size + 1
         if size + 1 < curve.most(ranks):
@@ -240,7 +240,7 @@ def allocate(curves: Mapping[str, EnergyCurve], words: int, ranks: int) -> dict[
 
 
 def words_of(shape: Sequence[int], size: int, ranks: int, method: Kind = "low_rank") -> list[int]:
-    """Return the words of each round of a tensor that travels alone, at a size; 0 is dense."""
+    """Return the words of each round for a tensor that travels alone; size 0 is dense."""
     rows, columns = cut(shape)
     if size == 0:
         return [HEAD + 1 + Digits.of(ranks, fine=True).words(rows * columns)]
@@ -258,16 +258,16 @@ def _words(curve: EnergyCurve, size: int, ranks: int) -> int:
 
 
 def _gain(curve: EnergyCurve, size: int, ranks: int) -> float:
-    """Share of energy per word of what is bought next at `size`."""
+    """Return the share of energy per word of the next increment after `size`."""
     if size >= curve.most(ranks):
         return 0.0
     price = _words(curve, size + 1, ranks) - _words(curve, size, ranks)
-    # The words of positions grow in steps, so that a parcel may come nearly free.
+    # The words for positions grow in steps, so a parcel may be nearly free.
     return (curve.caught(size + 1, ranks) - curve.caught(size, ranks)) / max(price, 1)
 
 
 def _singular_values(matrix: Floats, count: int) -> Floats:
-    """The `count` leading ones.
+    """Return the `count` leading singular values.
 
     Exact for small matrices; for large ones by randomised subspace iteration (Halko, Martinsson,
     Tropp 2011, algorithm 4.4 with two iterations).
@@ -282,8 +282,8 @@ def _singular_values(matrix: Floats, count: int) -> Floats:
 def encode_sizes(chosen: Mapping[str, Allocation], *, ranks: int, rank: int) -> Words:
     """Return this rank's addend to the sum that agrees on sizes, [3 + ranks * tensors] int32.
 
-    Ranks have computed sizes from floats whose last bits may differ. Each writes its own into a
-    slot that the others leave at zero, and all use those of the first rank that has not joined.
+    Ranks compute sizes from floats whose last bits may differ. Each writes its own to a slot that
+    the others leave at zero, and all use those of the first rank that has not joined.
     """
     if not 0 <= rank < ranks:
         raise CompressError(f"rank={rank!r} of {ranks}; expected 0 to {ranks - 1}")
@@ -301,8 +301,8 @@ def decode_sizes(
 ) -> dict[str, Allocation]:
     """Return the sizes that all ranks use, from the sum over ranks of `encode_sizes`.
 
-    Raises PayloadError where the sum is damaged, and CompressError where ranks have other tensors;
-    either way all of them do.
+    Raises PayloadError if the sum is corrupt, and CompressError if ranks have different tensors; in
+    either case on all ranks.
     """
     if total.shape != (_HEADER + ranks * len(shapes),):
         raise CompressError(
@@ -310,11 +310,11 @@ def decode_sizes(
             f"{len(shapes)} tensors, {ranks} ranks. Do all ranks have the same tensors?"
         )
     slots = total[_HEADER:].reshape(ranks, -1)
-    spoken = (slots != _JOINED).all(axis=1)
+    replied = (slots != _JOINED).all(axis=1)
     sound = (int(word_sum(total)) - int(total[1])) % PRIME == 0
-    if not sound or not spoken.any() or spoken.sum() != total[0]:
+    if not sound or not replied.any() or replied.sum() != total[0]:
         raise PayloadError(
-            f"the summed sizes are corrupt: {int(total[0])} ranks replied, {int(spoken.sum())} "
+            f"the summed sizes are corrupt: {int(total[0])} ranks replied, {int(replied.sum())} "
             "were received, or the checksum of the sum does not match the sum of the checksums. "
             "If it happens again, suspect memory or the network."
         )
@@ -325,10 +325,10 @@ def decode_sizes(
             "model."
         )
     chosen = {}
-    for name, word in zip(sorted(shapes), slots[int(spoken.argmax())].tolist(), strict=True):
+    for name, word in zip(sorted(shapes), slots[int(replied.argmax())].tolist(), strict=True):
         size, which = divmod(word - 1, len(METHODS))
         method = METHODS[which]
-        lowest = 0 if method == "low_rank" else 1  # a whole tensor is written as low rank of none
+        lowest = 0 if method == "low_rank" else 1  # a whole tensor is encoded as low rank 0
         if not lowest <= size <= largest(shapes[name], method):
             raise PayloadError(
                 f"size {size} of {name!r}, {method} of {tuple(shapes[name])}: corrupt, or two "
@@ -339,7 +339,7 @@ def decode_sizes(
 
 
 def largest(shape: Sequence[int], method: Kind) -> int:
-    """Return the largest size of a tensor; 0 where this method cannot send it."""
+    """Return the largest size of a tensor; 0 if this method cannot send it."""
     if method == "frequencies":
         kernels = kernels_of(shape)
         return 0 if kernels is None else kernels.count * min(kernels.outputs, kernels.inputs)
@@ -348,38 +348,38 @@ def largest(shape: Sequence[int], method: Kind) -> int:
 
 
 def _digest(shapes: Mapping[str, Sequence[int]]) -> int:
-    """20 bits, so that the sum over all ranks fits a word."""
+    """Return a digest of 20 bits, so that the sum over all ranks fits a word."""
     text = repr([tuple(shapes[name]) for name in sorted(shapes)])
     return zlib.crc32(text.encode()) % PRIME
 
 
-# Steps after a choice of sizes: the first look at what the memories hold, and the first vote. Each
-# next one comes at twice the time, so a wait is never longer than a size has served already. A vote
-# costs few words, and none where no size is small; in TensorFlow, whose graphs do not vote, it
-# costs tracing the step again.
+# Steps after sizes were chosen: the first measurement of the memories, and the first vote. The
+# interval doubles each time, so a vote never waits longer than a size has been in use already. A
+# vote costs few words, and none if no size is small; in TensorFlow, whose graphs do not vote, it
+# costs retracing the step.
 LOOK, VOTE = 25, 50
-# Norm of a memory over that of a gradient. Where k directions travel of K that carry a gradient,
-# each waits for about K / k steps, and the memory holds half as many gradients. A choice that
-# catches most of the energy leaves 0.3 to 3; small nets whose sizes came from an unlucky step had 5
-# to 9, and learned ten times worse.
+# Norm of a memory over that of a gradient. If k of the K directions of a gradient are sent, each
+# waits for about K / k steps, and the memory holds half as many gradients. A choice that captures
+# most of the energy leaves 0.3 to 3; small nets whose sizes came from an unlucky step had 5 to 9,
+# and learned ten times worse.
 MOST_HELD = 4.0
-# That over the same of the tensors that got their even part of the words. Where noise has as many
-# directions as a matrix, or the ratio is high, all tensors hold several gradients, and to choose
-# anew would only take from others: small LSTMs, transformers and convolutions had up to 2.6 in
+# That ratio over the same of the tensors that got their even share of the words. If noise has as
+# many directions as a matrix, or the ratio is high, all tensors hold several gradients, and a new
+# choice would only take from others: small LSTMs, transformers and convolutions had up to 2.6 in
 # ordinary training, nets as above 4 and more.
 MOST_OVER_OTHERS = 3.0
-# Words over an even part. Above it there is little to gain; and alone a tensor gets at least half
-# of its part, the largest size that fits, so that none is chosen anew twice.
+# Words over an even share. Above this there is little to gain; and on its own a tensor gets at
+# least half of its share, the largest size that fits, so that none is chosen again twice.
 SMALL = 0.5
 
 
 def looks(since: int) -> bool:
-    """Whether memories are looked at in the step that is `since` steps after the choice."""
+    """Whether memories are measured in the step that is `since` steps after the choice."""
     return since >= LOOK and since == _next(LOOK, since - 1)
 
 
 def next_vote(since: int) -> int:
-    """The next step of a vote, counted from the choice, after `since`; all have a look, too."""
+    """Return the next step with a vote after `since`, counted from the choice; `looks` is true."""
     return _next(VOTE, since)
 
 
@@ -388,27 +388,27 @@ def _next(first: int, since: int) -> int:
 
 
 def is_small(size: Allocation, even: float, ranks: int) -> bool:
-    """Whether a size has less than half of `even` words; that of a whole tensor never has."""
+    """Whether a size takes less than half of `even` words; never for a whole tensor."""
     return size.size > 0 and sum(words_of(size.shape, size.size, ranks, size.method)) < SMALL * even
 
 
 def norm_of(vector: Array) -> float:
-    """The norm of [n] numbers; not finite where a step was lost."""
+    """Return the norm of [n] numbers; not finite if a step was lost."""
     xp = namespace(vector)
     with np.errstate(over="ignore", invalid="ignore"):
         return math.sqrt(float(xp.sum(vector * vector)))
 
 
 def is_outgrown(held: float, held_by_others: Iterable[float]) -> bool:
-    """Return a rank's vote on a small tensor: whether it holds far more gradients than others."""
+    """Return a rank's vote on a small tensor: whether its memory holds far more than others'."""
     known = list(held_by_others)
     return bool(known) and held > max(MOST_HELD, MOST_OVER_OTHERS * statistics.median(known))
 
 
 def votes(outgrown: Sequence[bool]) -> Words:
-    """What a rank adds to the sum of votes, [2 + tensors] int32; one that has joined adds zeros.
+    """Return a rank's addend to the sum of votes, [2 + tensors] int32; a joined rank adds zeros.
 
-    Words: ranks that have not joined, the checksum, and a vote for each tensor.
+    Words: number of ranks that have not joined, the checksum, and a vote for each tensor.
     """
     words = np.array([1, 0, *outgrown], np.int32)
     words[1] = int(word_sum(words))
@@ -416,9 +416,9 @@ def votes(outgrown: Sequence[bool]) -> Words:
 
 
 def majority(total: Words, tensors: int) -> list[bool]:
-    """For each tensor, whether more than half of the ranks that voted find it outgrown.
+    """Return for each tensor whether more than half of the voting ranks find it outgrown.
 
-    Raises PayloadError where the sum is damaged, on every rank.
+    Raises PayloadError on every rank if the sum is corrupt.
     """
     if total.shape != (2 + tensors,):
         raise CompressError(

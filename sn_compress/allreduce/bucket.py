@@ -1,11 +1,11 @@
 """Bucket: the tensors of one step, grouped by method, so that each round is one all-reduce.
 
-A round begins with two words: how many ranks have NaN or Inf, and a checksum. The checksum is
+A round starts with two words: the number of ranks with NaN or Inf, and a checksum. The checksum is
 linear in the words, so the sum of all ranks' checksums must be the checksum of the sum. A step in
-which a rank has NaN or Inf is lost on all of them: the mean is NaN, and all state stays as it was.
+which any rank has NaN or Inf is lost on all: the mean is NaN, and all state stays unchanged.
 
-A bucket keeps nothing between steps, and reads no value back from a device. So a library that runs
-graphs, as TensorFlow does, can trace a step; for others, `state.py` keeps what lies between steps.
+A bucket keeps no state between steps, and reads no value back from a device. So libraries with
+graphs, such as TensorFlow, can trace a step; for others, `state.py` keeps the state between steps.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Result:
     Attributes
     ----------
     residuals, mean : [rows, columns] float32 of each; see Outcome
-    state : the next step's; the old one if this was lost
-    lost : 0-d bool: a rank had NaN or Inf; `residuals` is undefined then
+    state : the next step's; the old one if this step was lost
+    lost : 0-d bool: a rank had NaN or Inf; `residuals` is then undefined
     damaged : 0-d bool: a checksum does not match its sum
-    energy : 0-d, the squared norm of gradients and memories; None where there were no memories
+    energy : 0-d, the squared norm of gradients plus memories; None without memories
     sent : 0-d, the same minus the squared norm of the residuals
     """
 
@@ -49,9 +49,9 @@ class Result:
     sent: Array
 
     def numbers(self) -> Array:
-        """[4] float64: lost and damaged as 0 or 1, energy, sent."""
+        """Return [4] float64: lost and damaged as 0 or 1, energy, sent."""
         values = (self.lost, self.damaged, self.energy, self.sent)
-        if isinstance(self.lost, np.bool_ | np.ndarray):  # one call in place of five
+        if isinstance(self.lost, np.bool_ | np.ndarray):  # one call instead of five
             return np.array(values, np.float64)
         xp = namespace(self.lost)
         return xp.stack([xp.astype(number, xp.float64) for number in values])
@@ -62,8 +62,8 @@ Rounds = Generator[Array, Array, Result]
 
 @lru_cache(maxsize=256)
 def bucket_of(parts: tuple[Method, ...]) -> tuple[Bucket, tuple[int, ...]]:
-    """A bucket in which parts of one class are merged, and which tensor is at each place of it."""
-    # By first appearance, never by hash: the words of a round have to lie alike on all ranks.
+    """Return a bucket with parts merged by class, and the index of the tensor at each position."""
+    # By first appearance, never by hash: a round must have the same layout on all ranks.
     kinds = list(dict.fromkeys(type(part) for part in parts))
     order = [at for kind in kinds for at, part in enumerate(parts) if type(part) is kind]
     merged = [kind.together([part for part in parts if type(part) is kind]) for kind in kinds]
@@ -71,14 +71,14 @@ def bucket_of(parts: tuple[Method, ...]) -> tuple[Bucket, tuple[int, ...]]:
 
 
 class Bucket:
-    """One or more methods side by side, each for a part of the tensors."""
+    """One or more methods, each for a subset of the tensors."""
 
     def __init__(self, parts: Sequence[Method]) -> None:
         self.parts = tuple(parts)
         self.rounds = max(part.rounds for part in parts)
 
     def split(self, state: State) -> list[State]:
-        """The state of each tensor, in the order of `shapes`."""
+        """Return the state of each tensor, in the order of `shapes`."""
         pieces = zip(self.parts, self._states(state), strict=True)
         return [piece for part, of_part in pieces for piece in part.split(of_part)]
 
@@ -89,11 +89,11 @@ class Bucket:
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, columns) of each tensor, in the order in which they are handed over."""
+        """(rows, columns) of each tensor, in the order in which they are passed."""
         return [shape for part in self.parts for shape in part.shapes]
 
     def words(self, ranks: int) -> list[int]:
-        """Words of 4 bytes that travel in each round, heads included."""
+        """Return the 4-byte words sent in each round, heads included."""
         words_of = [part.words(ranks) for part in self.parts]
         return [
             HEAD + sum(words[place] for words in words_of if place < len(words))
@@ -110,17 +110,17 @@ class Bucket:
         added: Sequence[Array | None] | None = None,
         outs: Sequence[Array] | None = None,
     ) -> Rounds:
-        """The rounds of a step: yields [words] int32, is sent their sum over the ranks.
+        """Run the rounds of a step: yields [words] int32, and is sent their sum over the ranks.
 
         Parameters
         ----------
-        state : what ranks share, as `join` made it or the last step left it
+        state : shared by all ranks, from `join` or the last step
         gradients, memories : of each tensor, [n] float32; without memories, gradients are
             [rows, columns], and the step overwrites them with the residuals
-        added, outs : buffers for gradient plus memory, and for the means; None allocates them, and
+        added, outs : buffers for gradient plus memory, and for the means; None allocates them;
             `outs` may be the gradients
 
-        Every rank makes the same call. Ranks that are fed the same sums return the same bits.
+        Every rank makes the same call. Ranks that receive the same sums return the same bits.
         """
         steps: list[Step] = []
         sends: dict[int, Send] = {}
@@ -136,13 +136,13 @@ class Bucket:
                 sends[len(steps)] = send
                 steps.append(step)
             xp = namespace(sends[0].words)
-            # Products with orthonormal directions have at most this norm. So where it is finite in
-            # float32 no later round overflows: a step is lost in its first round or not at all.
+            # Products with orthonormal directions have at most this norm. So if it is finite in
+            # float32, no later round overflows: a step is lost in its first round or not at all.
             finite = None if energy is None else xp.isfinite(energy)
             words = _round(sends, finite)
         ended: dict[int, Outcome] = {}
         lost = damaged = None
-        # Parts have one round or two: those that go on travel together in the next one.
+        # Parts have one round or two; those with a second one share it.
         while sends:
             total = yield words
             if total.shape != words.shape:
@@ -155,8 +155,8 @@ class Bucket:
                 gone = total[0] != 0
                 lost = gone if lost is None else lost | gone
                 damaged = bad if damaged is None else damaged | bad
-                # No branch on `lost`, whose value may still be on its way from a device: a factor
-                # of NaN makes the means of a lost step NaN.
+                # No branch on `lost`, which the device may not have computed yet: a factor of NaN
+                # makes the means of a lost step NaN.
                 one = xp.ones_like(total[0], dtype=xp.float32)
                 poison = xp.where(lost, one * float("nan"), one)
                 following, at = {}, HEAD
@@ -169,7 +169,7 @@ class Bucket:
                     at = end
                 sends = following
                 words = _round(sends, finite) if sends else words
-        # Shared state is selected here, memories by the caller, who has the old ones.
+        # Shared state is selected here, memories by the caller, which has the old ones.
         outcomes = [ended[place] for place in range(len(steps))]
         with full_fp32_matmul(gradients[0]):
             new = self._named(outcome.state for outcome in outcomes)
@@ -184,7 +184,7 @@ class Bucket:
             )
 
     def _by_part(self, values: Sequence[Any] | None) -> list[Any]:
-        """Split a list by parts: the values of each part's tensors; None for each without any."""
+        """Split a list into the values of each part's tensors; None becomes None for each part."""
         if values is None:
             return [None] * len(self.parts)
         by_part, at = [], 0
@@ -194,7 +194,7 @@ class Bucket:
         return by_part
 
     def _named(self, states: Iterable[State]) -> State:
-        """The states of all parts as one, whose names begin with the number of the part."""
+        """Merge the parts' states into one, with the part's number as a prefix of the names."""
         return {
             f"{place}.{name}": value
             for place, state in enumerate(states)
@@ -218,8 +218,8 @@ class StepResult:
 
     Attributes
     ----------
-    means : [n] float32 of each tensor; NaN in a step that was lost
-    memories, state : the next step's; the old ones of a lost step
+    means : [n] float32 of each tensor; NaN if the step was lost
+    memories, state : the next step's; the old ones if the step was lost
     numbers : see Result.numbers
     """
 
@@ -236,9 +236,9 @@ def traced_step(
     gradients: Sequence[Array],
     options: StepOptions,
 ) -> Generator[Array, Array, StepResult]:
-    """A step of a graph; see Bucket.step.
+    """Run a step inside a graph; see Bucket.step.
 
-    A graph cannot undo a step when it is known to be lost, so the old state is selected in it.
+    A graph cannot undo a lost step afterwards, so it selects the old state itself.
     """
     for gradient, shape in zip(gradients, bucket.shapes, strict=True):
         check(gradient, shape)
@@ -265,7 +265,7 @@ def _begin(
     added: Sequence[Array | None] | None,
     outs: Sequence[Array] | None,
 ) -> tuple[Step, Array | None]:
-    """A part's step, and the squared norm of gradients and memories where it is known here."""
+    """Return a part's step, and the squared norm of gradients plus memories if known here."""
     if memories is None:
         return part.step(state, gradients, options, outs), None
     if isinstance(part, LowRank) and compiled:
@@ -283,9 +283,9 @@ def _begin(
 
 
 def _compiled(gradients: Sequence[Array], options: StepOptions) -> bool:
-    """Whether the extension computes parts of low rank, a call a round.
+    """Whether the extension computes the low-rank parts, with one call per round.
 
-    It runs on one thread; products outside of it are spread over all there are.
+    It runs on one thread; products outside of it use all threads.
     """
     if options.exact or any(type(gradient) is not np.ndarray for gradient in gradients):
         return False
@@ -293,23 +293,23 @@ def _compiled(gradients: Sequence[Array], options: StepOptions) -> bool:
 
 
 def _round(sends: dict[int, Send], finite: Array | None) -> Array:
-    """The words of a round with their head; where this rank has NaN or Inf, only that it has."""
+    """Return the words of a round with their head; zeros if this rank has NaN or Inf."""
     pieces = list(sends.values())
     xp = namespace(pieces[0].words)
     finite = pieces[0].finite if finite is None else pieces[0].finite & finite
     for piece in pieces[1:]:
         finite = finite & piece.finite
     body = xp.concat([piece.words for piece in pieces])
-    # What a float that is not finite becomes as an integer differs between processors.
+    # Conversion of non-finite floats to integers differs between processors.
     body = xp.where(finite, body, xp.zeros_like(body))
     lost = xp.reshape(xp.astype(~finite, xp.int32), (1,))
-    words = xp.concat([lost, xp.zeros_like(lost), body])  # word_sum leaves its own place out
+    words = xp.concat([lost, xp.zeros_like(lost), body])  # word_sum skips its own position
     check = xp.reshape(xp.astype(word_sum(words), xp.int32), (1,))
     return xp.concat([lost, check, body])
 
 
 def check(gradient: Array, shape: tuple[int, int]) -> None:
-    """CompressError for a gradient of another size than the tensor's."""
+    """Raise CompressError if a gradient does not have the tensor's size."""
     if tuple(gradient.shape) != (shape[0] * shape[1],):
         raise CompressError(
             f"exchange: got a gradient of shape {tuple(gradient.shape)}; expected "

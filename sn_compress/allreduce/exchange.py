@@ -1,12 +1,13 @@
 """The shared exchange of a whole model: dense steps first, then a size for every tensor.
 
-Training begins with a few dense steps: compression hurts most there, and they show every rank the
-same mean gradients, from which each proposes sizes (`allocate.py`). The sizes of one rank, which
-travel in a round of their own before the first compressed step, hold for all: what each rank
-computes from floats may differ in the last bit, and then word counts would. A dense step comes back
-rarely, carries the memories along, and sizes are chosen anew. A tensor whose means were all zeros,
-as where a loss starts late, travels whole until they are not; then its dense steps begin. One that
-got few words, and whose memory keeps growing, has its next dense step early.
+Training begins with a few dense steps: compression hurts most there, and they give every rank the
+same mean gradients, from which it proposes sizes (`allocate.py`). All ranks use the sizes of one
+rank, which are exchanged in a separate round before the first compressed step: sizes computed from
+floats might differ between ranks because of the last bit, and so would word counts. Occasionally
+there is another dense step, which includes the memories, and sizes are chosen again. A tensor whose
+means were all zeros, e.g. because a loss starts late, is sent whole until they are not; then its
+dense steps begin. A tensor that got few words, and whose memory keeps growing, has its next dense
+step early.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ _FORMAT = 6
 
 @dataclass(frozen=True)
 class _Step:
-    """A step under way; norms : of tensors whose memory is looked at in it, their gradients'."""
+    """A step in progress; norms : gradient norms of the tensors whose memory it measures."""
 
     names: Sequence[str]
     tensors: Sequence[Tensor]
@@ -76,13 +77,13 @@ class AllReduceExchange:
     Parameters
     ----------
     ratio : float32 bytes of the gradients over bytes a rank adds to the sums, small tensors
-        included; where even rank one for every matrix is more, that is what is sent
-    warmup : dense steps at the start, at least 1
-    every : steps from one dense step to the next after that
-    min_elements : tensors below it are not taken, nor vectors below `allocate.VECTOR`
-    feedback, decay : whether what was not sent is remembered, and the factor on it
-    frequencies : whether convolutions may travel by frequencies of their kernels
-    traffic : the report.Traffic in which bytes are counted
+        included; if rank one for every matrix exceeds that, rank one is sent
+    warmup : number of dense steps at the start, at least 1
+    every : interval between dense steps after that
+    min_elements : smaller tensors are not compressed, nor vectors below `allocate.VECTOR`
+    feedback, decay : whether to keep error memories, and the factor on them
+    frequencies : whether convolutions may be sent by frequencies of their kernels
+    traffic : the report.Traffic that counts bytes
     find_unused, drops_unused, pauses : see Engine
     """
 
@@ -104,21 +105,22 @@ class AllReduceExchange:
         check_settings(ratio, warmup, every)
         self.ratio, self.warmup, self.every = ratio, warmup, every
         self.min_elements = min_elements
-        self.exact = False  # set where ranks have unlike hardware
+        self.exact = False  # set if ranks' hardware differs
         self.decay = decay if feedback else 0.0
         self.frequencies = frequencies
         self.tensors: dict[str, Tensor] = {}
-        self._left_out: dict[str, int] = {}  # elements
-        self._ranks = 1  # of the last step
-        self._verdicts: dict[str, tuple[StepStatus, str]] = {}  # how each tensor's last step ended
+        self._left_out: dict[str, int] = {}  # elements of uncompressed tensors
+        self._ranks = 1  # number of ranks in the last step
+        # Status of each tensor's last step, and the step's first tensor.
+        self._verdicts: dict[str, tuple[StepStatus, str]] = {}
         self._traffic = traffic
         self._find_unused, self._drops_unused, self._pauses = find_unused, drops_unused, pauses
-        self._excluded: dict[str, Array] = {}  # memories that do not travel in this step
+        self._excluded: dict[str, Array] = {}  # memories that are not sent in this step
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether a tensor is for the exchange; one that is not travels plain, and is counted.
+        """Whether a tensor is compressed; if not, its elements are counted as left out.
 
-        Rims ask it for the gather exchange, too.
+        Rims call it for the gather exchange as well.
         """
         taken = is_large(shape, self.min_elements)
         if not taken:
@@ -133,7 +135,7 @@ class AllReduceExchange:
         return step < self.warmup or (step - self.warmup) % self.every == self.every - 1
 
     def dense_values(self, name: str, values: Array, *, wire: Any = None) -> Array:
-        """Return what to send on a dense step, [n] of `wire`: the values and what was not sent yet.
+        """Return what to send in a dense step, [n] of `wire`: the values plus the residual.
 
         wire : a dtype of the library of `values`; its rounding error is remembered. None: float32
         """
@@ -148,32 +150,32 @@ class AllReduceExchange:
             vector = vector + asarray_like(residual, vector) * self.decay
         if wire in (None, xp.float32):
             return vector
-        with full_fp32_matmul(vector):  # for its silence about overflow
+        with full_fp32_matmul(vector):  # suppresses overflow warnings
             sent = xp.astype(vector, wire)
             lost = vector - xp.astype(sent, xp.float32)
-            # A value beyond half precision makes the mean Inf: that step is lost, and nothing of it
-            # may be left for the next one.
+            # A value beyond half precision makes the mean Inf: that step is lost, and must not
+            # leave a residual.
             lost = xp.where(xp.isfinite(lost), lost, xp.zeros_like(lost))
         if self.decay:
             tensor.owed = lost
         return sent
 
     def learn(self, name: str, mean: Array) -> None:
-        """Take note of the mean gradient of a dense step, [n]; the same on every rank."""
+        """Record the mean gradient of a dense step, [n]; the same on every rank."""
         tensor = self.tensors[name]
         xp = namespace(mean)
-        # A copy, as the optimizer owns the array. That the mean is finite is not asked here, as it
-        # would wait for a device: `propose` goes back to `earlier` where it is not.
+        # A copy, as the optimizer owns the array. Whether the mean is finite is not checked here,
+        # which would wait for a device: if it is not, `propose` goes back to `earlier`.
         tensor.mean = xp.reshape(xp.astype(mean, xp.float32, copy=True), (-1,))
         tensor.earlier, tensor.summable = tensor.summable or tensor.earlier, None
         tensor.proposed = None
 
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int | None) -> Rounds:
-        """Average gradients in place, in a step that is dense for none of them.
+        """Average gradients in place, in a step that is not dense for any of them.
 
-        After a dense step sizes travel first, in a round of their own; in a step with a vote, votes
-        travel last. Without `rank`, on all ranks alike, no tensor is sent by rows, and each rank
-        relies on its own sizes.
+        After a dense step sizes are exchanged first, in a separate round; in a step with a vote,
+        votes come last. If `rank` is None, which must be so on all ranks, no tensor is sent by
+        rows, and each rank uses its own sizes.
         """
         names = [str(gradient.name) for gradient in gradients]
         new = self._proposed(names, ranks, rank)
@@ -186,7 +188,7 @@ class AllReduceExchange:
             vectors = means
             if new and rank is not None:
                 if not late:
-                    # Meanwhile the caller may write to its gradients.
+                    # Copy: the caller may write to its gradients in the meantime.
                     vectors = [namespace(vector).asarray(vector, copy=True) for vector in means]
                 own = encode_sizes(new, ranks=ranks, rank=rank)
                 first.size_words = own.size
@@ -197,7 +199,7 @@ class AllReduceExchange:
             step = self._begin(names, vectors, new, means, ranks=ranks, rank=rank)
             words, result = next(step.joint.rounds), None
             if late and self._traffic is not None:
-                # Of the last step, which has ended by now; at its end this would have waited.
+                # For the last step, which has ended by now; reading it then would have waited.
                 for name in names:
                     self._traffic.lost(*self.lost(name))
             while result is None:
@@ -207,7 +209,7 @@ class AllReduceExchange:
                     words = step.joint.rounds.send(numpy_view(summed, INT32))
                 except StopIteration as ended:
                     result = ended.value
-            # In a step of a vote each rank has one for every small tensor.
+            # In a step with a vote, each rank votes on every small tensor.
             if voted := self._end(step, result):
                 ballot = votes([self._outgrown(one) for one in voted])
                 first.size_words += ballot.size
@@ -231,10 +233,10 @@ class AllReduceExchange:
     def _proposed(
         self, names: Sequence[str], ranks: int, rank: int | None
     ) -> dict[str, Allocation]:
-        """Begin a step; return sizes for tensors that have none, as this rank sees them."""
+        """Begin a step; return this rank's proposed sizes for tensors that have none."""
         self._ranks = ranks
         tensors = [self._next(name) for name in names]
-        # For all that have none, not only these: they share one budget of words.
+        # Propose for all that have none, not only these: they share a budget of words.
         if any(tensor.summable is None and tensor.proposed is None for tensor in tensors):
             propose(
                 self.tensors,
@@ -260,10 +262,10 @@ class AllReduceExchange:
         ranks: int,
         rank: int | None,
     ) -> _Step:
-        """Take new sizes; the rounds of all these tensors."""
+        """Apply new sizes; create the joint step of all these tensors."""
         for name, size in sizes.items():
             self.tensors[name].begin(size)
-        # Only now, as a tensor that begins at a size has its memory from here on.
+        # Only now, as a tensor that has just got a size has a memory from here on.
         for name, value in zip(names, values, strict=True):
             summable = self.tensors[name].summable
             if summable is not None and self._may_be_dropped(value):
@@ -274,24 +276,25 @@ class AllReduceExchange:
             times_power(xp.reshape(value, (-1,)), -tensor.exponent)
             for value, tensor in zip(values, tensors, strict=True)
         ]
-        looked = [(t, v) for t, v in zip(tensors, vectors, strict=True) if looks(self._since(t))]
+        measured = [(t, v) for t, v in zip(tensors, vectors, strict=True) if looks(self._since(t))]
         joint = JointStep(
             [tensor.summable for tensor in tensors if tensor.summable is not None],
             vectors, StepOptions(ranks, rank, self.decay, self.exact), means,
         )  # fmt: skip
-        # Norms now: the step overwrites gradients by their means.
-        return _Step(names, tensors, joint, [(one, norm_of(vector)) for one, vector in looked])
+        # Norms now: the step overwrites gradients with their means.
+        norms = [(tensor, norm_of(vector)) for tensor, vector in measured]
+        return _Step(names, tensors, joint, norms)
 
     def _end(self, step: _Step, result: Result) -> list[Tensor]:
-        """Keep the result of the rounds; return the tensors on whose size ranks vote now."""
+        """Store the result of the rounds; return the tensors whose sizes are voted on now."""
         means, status = step.joint.end(result)
         for mean, tensor in zip(means, step.tensors, strict=True):
             if tensor.exponent:
                 put_all([mean], [times_power(mean, tensor.exponent)])
         for name in step.names:
             self._verdicts[name] = status, step.names[0]
-        # On a host a damaged sum is an error of this step; of a device it is one of the next, as
-        # this one does not wait for its end.
+        # On the host a corrupt sum raises in this step; on a device in the next one, as this one
+        # does not wait for the device.
         if on_host(means[0]):
             status.read()
         for tensor, mean in zip(step.tensors, means, strict=True):
@@ -302,16 +305,16 @@ class AllReduceExchange:
         return [tensor for tensor, _ in step.norms if self._votes(tensor)]
 
     def _may_be_dropped(self, values: Array) -> bool:
-        """Whether a gradient is of a parameter that this rank has not used, whose memory must wait.
+        """Whether this rank has not used the gradient's parameter, so its memory must wait.
 
-        A framework drops the mean of one that no rank has used: what was sent for it would be gone.
+        A framework drops the mean if no rank has used it, and what was sent would be lost.
         """
-        # Looking for zeros waits for a device, so there it has to be asked for.
-        looks = self._drops_unused and (on_host(values) or self._find_unused)
-        return looks and not is_used(values)
+        # Detecting zeros waits for a device, so there it is opt-in.
+        detects = self._drops_unused and (on_host(values) or self._find_unused)
+        return detects and not is_used(values)
 
     def _tell(self, gradients: Sequence[Gradient], nbytes: int, *, late: bool) -> None:
-        """Count a step; the words of all are counted with the first."""
+        """Count a step; the words of all tensors are counted with the first."""
         if self._traffic is None:
             return
         for gradient in gradients:
@@ -322,18 +325,18 @@ class AllReduceExchange:
             nbytes = 0
 
     def until_vote(self, name: str) -> int | None:
-        """Steps before the next one in which ranks vote on a tensor's size; None if they do not."""
+        """Return the steps before the next vote on a tensor's size; None if there is none."""
         tensor = self.tensors[name]
         since = self._since(tensor)
         return next_vote(since) - since - 1 if self._is_small(tensor) else None
 
     def _votes(self, tensor: Tensor) -> bool:
-        """Whether ranks vote on a tensor in this step: by counts and sizes, alike on all."""
+        """Whether ranks vote on a tensor in this step; follows from shared counts and sizes."""
         since = self._since(tensor)
         return next_vote(since - 1) == since and self._is_small(tensor)
 
     def _since(self, tensor: Tensor) -> int:
-        """Steps since a size was chosen."""
+        """Return the number of steps since a size was chosen."""
         return (tensor.step - self.warmup) % self.every
 
     def _is_small(self, tensor: Tensor) -> bool:
@@ -341,10 +344,10 @@ class AllReduceExchange:
         return tensor.size is not None and is_small(tensor.size, even, self._ranks)
 
     def _outgrown(self, tensor: Tensor) -> bool:
-        """Return this rank's vote: it holds more than others, and would get a larger size alone."""
+        """Return this rank's vote: the memory holds more than others', and the size is small."""
         tensors = list(self.tensors.values())
         n, left_out = math.prod(tensor.shape), sum(self._left_out.values())
-        # What `propose` would have for this tensor alone, of which plain ones take their share.
+        # The budget `propose` would have for this tensor alone, less the share of plain ones.
         even = budget(n, left_out * n / sum(math.prod(t.shape) for t in tensors), self.ratio)
         if tensor.size is None or not is_small(tensor.size, even, self._ranks):
             return False
@@ -354,14 +357,14 @@ class AllReduceExchange:
     def words(self, name: str, ranks: int) -> list[int]:
         """Return the 4-byte words that a tensor sends in each round, once its size is chosen.
 
-        Words that agreed on sizes come first; of tensors in one exchange, the first counts them.
+        Words for agreeing on sizes come first; they count for the first tensor of an exchange.
         """
         tensor = self.tensors[name]
         sizes = [tensor.size_words] if tensor.size_words else []
         return sizes + tensor.summable.words(ranks) if tensor.summable else []
 
     def stop(self, name: str) -> None:
-        """Stop exchanging a tensor, on all ranks; what was not sent of it is kept."""
+        """Stop compressing a tensor, on all ranks; its residual is kept."""
         tensor = self.tensors.get(name)
         if tensor is not None and tensor.summable is not None:
             residual = tensor.residual()
@@ -369,17 +372,17 @@ class AllReduceExchange:
             tensor.summable, tensor.proposed, tensor.owed = None, None, residual
 
     def release(self, name: str) -> Floats:
-        """Return and forget the residual of a tensor, [n], which now travels plain."""
+        """Return and clear the residual of a tensor, [n], which is now sent uncompressed."""
         residual = self.residual(name) * np.float32(self.decay)
         tensor = self.tensors[name]
-        tensor.open()  # an abort gives it back
+        tensor.open()  # an abort restores it
         tensor.owed = None
         return residual
 
     def lost(self, name: str) -> tuple[float, float]:
-        """Squared norms of gradient plus memory in the last step, and of the residual.
+        """Return the squared norms of gradient plus memory in the last step, and of the residual.
 
-        Of tensors that travelled together: the first one has those of all, the others have zeros.
+        For tensors that travelled together, the first one has the sum of all, the others zeros.
         """
         verdict, first = self._verdicts.get(name, (None, name))
         return (0.0, 0.0) if verdict is None or first != name else verdict.read()[1:]
@@ -407,7 +410,7 @@ class AllReduceExchange:
         return tensor
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Keep what these tensors, or all, did so far: `abort` takes back what comes after."""
+        """Keep all changes of these tensors, or all: `abort` reverts only later ones."""
         for tensor in self._some(names):
             tensor.commit()
 
@@ -417,7 +420,7 @@ class AllReduceExchange:
             tensor.abort()
 
     def undo(self, names: Iterable[str] | None = None) -> None:
-        """Abort a step that broke off, whose count is taken back, too; see Tensor.undo."""
+        """Abort a failed step, including its count; see Tensor.undo."""
         for tensor in self._some(names):
             tensor.undo()
 
@@ -426,14 +429,14 @@ class AllReduceExchange:
         return [known[name] for name in (known if names is None else names) if name in known]
 
     def rescale(self, factor: float) -> None:
-        """Multiply what has the scale of gradients, as when a loss scaler has changed its own."""
+        """Multiply everything that scales with gradients, e.g. when a loss scale has changed."""
         for name, tensor in self.tensors.items():
             self.change(name, lambda values: values * np.float32(factor))
             if tensor.summable is not None:
                 tensor.summable.rescale(factor)
 
     def state_dict(self, aborted: Collection[str] = ()) -> dict[str, Any]:
-        """Everything needed to resume bit by bit; only the memories differ between ranks.
+        """Return everything needed to resume bit by bit; only the memories differ between ranks.
 
         aborted : names of tensors that are saved as `abort` would leave them
         """
@@ -478,7 +481,7 @@ class AllReduceExchange:
         return name in self.tensors and self.tensors[name].residual() is not None
 
     def residual(self, name: str) -> Floats:
-        """Return what this rank has not sent of `name` yet, [n] float32."""
+        """Return this rank's residual of `name`, [n] float32."""
         tensor = self.tensors.get(name)
         residual = None if tensor is None else tensor.residual()
         if residual is None:
@@ -486,7 +489,7 @@ class AllReduceExchange:
         return np.array(to_host(residual))
 
     def change(self, name: str, function: Callable[[Floats], Floats]) -> None:
-        """Replace all that is remembered of a tensor by function(vector), [n] float32."""
+        """Replace a tensor's mean and residual by function(vector), [n] float32."""
         tensor = self.tensors.get(name)
         if tensor is None:
             return
@@ -497,22 +500,22 @@ class AllReduceExchange:
             tensor.replace(function(to_host(tensor.residual())))
 
     def move(self, name: str, function: Callable[[Floats], Floats]) -> None:
-        """Restart a tensor whose layout, and thus matrix, has changed, and keep its residual.
+        """Restart a tensor whose layout, and thus matrix, has changed, but keep its residual.
 
-        It begins with dense steps, as no direction is known.
-        function : maps [n] float32 of the old layout to its new shape
+        It starts with dense steps, as its directions are unknown.
+        function : maps [n] float32 in the old layout to the new shape
         """
         tensor = self.tensors.get(name)
         if tensor is None:
             return
         residual = tensor.residual()
-        # Without one, zeros, for the new shape alone.
+        # Without a residual use zeros, just to get the new shape.
         old = np.zeros(math.prod(tensor.shape), np.float32) if residual is None else residual
         new = function(to_host(old))
         self.tensors[name] = Tensor(new.shape, owed=None if residual is None else new.reshape(-1))
 
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Forget all but these residuals; shapes may differ from now on."""
+        """Discard everything except these residuals; shapes may differ from now on."""
         self._left_out.clear()
         self.tensors = {
             name: Tensor(residual.shape, owed=residual.reshape(-1).copy())
@@ -520,21 +523,21 @@ class AllReduceExchange:
         }
 
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
-        """Elements of each tensor in a saved state, by name.
+        """Return the number of elements of each tensor in a saved state, by name.
 
-        One that has sent all, as in a dense step, is among them: other ranks may not have.
+        Includes tensors without a residual, e.g. after a dense step: other ranks may have one.
         """
         return {name: math.prod(entry["shape"]) for name, entry in state["tensors"].items()}
 
     def unsent(self, name: str) -> Floats | None:
-        """What this rank has not sent of a tensor, [n] float32; None if it does not know it."""
+        """Return a tensor's residual on this rank, [n] float32; None if it is unknown here."""
         if self.remembers(name):
             return self.residual(name)
         known = self.tensors.get(name)
         return None if known is None else np.zeros(math.prod(known.shape), np.float32)
 
     def load_with_residuals(self, state: dict[str, Any], residuals: Mapping[str, Floats]) -> None:
-        """Load another rank's state, with these residuals, [n] each, in place of its own."""
+        """Load another rank's state, with its residuals replaced by these, [n] each."""
         self.load_state_dict(state)
         for name, residual in residuals.items():
             if self.remembers(name) or residual.any():

@@ -1,7 +1,7 @@
-"""What lies between the steps of a summed tensor, on one rank.
+"""State kept between the steps of a tensor that an all-reduce sums, on one rank.
 
-`TensorState` has its error memory and what all ranks share of it. `Tensor`, around it, has what
-comes before a size is chosen and when one is chosen anew. `JointStep` takes many through a step.
+`TensorState` has its error memory and the state shared by all ranks. `Tensor` wraps it and has the
+state before a size is chosen, and when a new one is. `JointStep` runs a step of many tensors.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from .methods.base import Method, State, StepOptions
 
 @dataclass
 class StepStatus:
-    """How a step has ended, known once the device has computed it.
+    """Outcome of a step; available once the device has computed it.
 
     Attributes
     ----------
@@ -53,16 +53,16 @@ class StepStatus:
     _result: tuple[bool, float, float] | None = None
 
     def read(self) -> tuple[bool, float, float]:
-        """Return whether the step was lost, and squared norms of what it held and of the residual.
+        """Return whether the step was lost, and the squared norms of its input and its residual.
 
-        Raises PayloadError, the first time alone, if a sum was damaged.
+        Raises PayloadError, only the first time, if a sum was corrupt.
         """
         if self._result is None:
             lost, damaged, energy, sent = self.later.read()
             # The norm of the residual follows from the norm before and the norm sent, without a
-            # pass over it; where nearly all was sent, rounding may leave a little less than zero.
+            # pass over it; if nearly all was sent, rounding may make it slightly negative.
             self._result = bool(lost or damaged), energy, max(energy - sent, 0.0)
-            # All tensors of a step ask. The first one raises; for the others the step is lost.
+            # All tensors of a step read this. The first raises; for the others the step is lost.
             if damaged:
                 raise PayloadError(
                     "the checksum of the sum does not match the sum of the checksums: corrupt in "
@@ -74,73 +74,73 @@ class StepStatus:
 
 @dataclass(eq=False)
 class TensorState:
-    """One tensor of a bucket: its method, what all ranks share of it, and this rank's memory.
+    """One tensor of a bucket: its method, the state shared by all ranks, and this rank's memory.
 
-    Two buffers take turns: the memory, and the one into which gradient and memory are added and
-    from which what is sent is subtracted. So the memory before the last step is still there when
-    that step turns out to be lost, or is aborted, and nothing is copied for it. Where gradients
-    accumulate over several exchanges there is a third: the memory before the first of them.
+    The memory is double-buffered: gradient and memory are added into the other buffer, from which
+    what is sent is subtracted. So the memory before the last step still exists, without a copy, if
+    that step turns out to be lost or is aborted. If gradients accumulate over several exchanges
+    there is a third buffer: the memory before the first of them.
 
-    part : the method, of this tensor alone
-    memory : [n] float32, what this rank has not sent yet; of any array library, see `place`
+    part : the method, for this tensor alone
+    memory : [n] float32, this rank's residual; in any array library, see `place`
     """
 
     part: Method
     state: State
     memory: Array
     _spare: Array | None = None
-    _before: tuple[Array, State] | None = None  # the last step
-    _committed: tuple[Array, State] | None = None  # the first step that was not committed
+    _before: tuple[Array, State] | None = None  # memory and state before the last step
+    _committed: tuple[Array, State] | None = None  # those before the first uncommitted step
     _verdict: StepStatus | None = None
 
     @classmethod
     def of(cls, part: Method, mean: Array) -> TensorState:
-        """For gradients like a mean, [n] float32, that all ranks know; see Method.begin."""
+        """Create a state for gradients like a mean, [n], equal on all ranks; see Method.begin."""
         (shape,) = part.shapes
         state = part.begin(part.new_state(mean), [namespace(mean).reshape(mean, shape)])
         return cls(part, state, namespace(mean).zeros_like(mean))
 
     @property
     def n(self) -> int:
-        """Elements."""
+        """Number of elements."""
         (shape,) = self.part.shapes
         return math.prod(shape)
 
     def words(self, ranks: int) -> list[int]:
-        """Words of 4 bytes that travel in each round when it travels alone."""
+        """Return the 4-byte words sent in each round if the tensor travels alone."""
         return Bucket([self.part]).words(ranks)
 
     def place(self, like: Array) -> None:
-        """Move everything to where an array is."""
+        """Move everything to the library and device of an array."""
         if type(self.memory) is not type(like) or device_of(self.memory) != device_of(like):
-            self.conclude()  # before anything moves: an undo takes buffers of the old place
+            self.conclude()  # before anything moves: an undo restores buffers on the old device
             self.memory = asarray_like(self.memory, like)
             self.state = {name: asarray_like(value, like) for name, value in self.state.items()}
             self._spare = self._before = self._committed = None
 
     def buffer(self, gradient: Array) -> Array | None:
-        """The buffer for gradient plus memory, [n], where the gradient is; it becomes the memory.
+        """Return the buffer for gradient plus memory, [n], which will become the memory.
 
-        None in the first step, and where all buffers are still needed.
+        None in the first step, and if all buffers are still needed.
         """
         self.place(gradient)
-        # Whether the last step was lost decides which of the two buffers is the memory.
+        # Which of the two buffers is the memory depends on whether the last step was lost.
         self.conclude()
         before, self._before = self._before, None
         out, self._spare = (self._spare, None) if before is None else (before[0], None)
-        # An abort restores the memory before the first step that was not committed.
+        # An abort restores the memory from before the first uncommitted step.
         needed = self._committed is not None and self._committed[0] is out
         return None if needed else out
 
     def end(self, residual: Array, state: State, verdict: StepStatus) -> None:
-        """Store the results of a step, whose status may be known only later."""
+        """Store the results of a step, whose status may not be known until later."""
         self._before = self.memory, self.state
         self._committed = self._committed or self._before
         self.memory, self.state = namespace(residual).reshape(residual, (-1,)), state
         self._spare, self._verdict = None, verdict
 
     def conclude(self) -> None:
-        """Wait for the last step's end; one that was lost is undone."""
+        """Wait for the last step's status, and undo the step if it was lost."""
         verdict, self._verdict = self._verdict, None
         if verdict is None:
             return
@@ -153,53 +153,53 @@ class TensorState:
             self.undo()
 
     def undo(self) -> None:
-        """Take the last step back, as one that was lost."""
+        """Undo the last step."""
         self._verdict = None
         if self._before is not None:
             self._spare = self.memory
             self.memory, self.state = self._before
             self._before = None
-            # It was the first after a commit: nothing is left that an abort would take back.
+            # It was the first after a commit: nothing is left for an abort to revert.
             if self._committed is not None and self._committed[0] is self.memory:
                 self._committed = None
 
     def commit(self) -> None:
-        """Keep what was done so far: `abort` takes back what comes after."""
+        """Keep all changes so far: `abort` reverts only later ones."""
         self.conclude()
         if self._before is not None:
             self._spare, self._before = self._before[0], None
         self._committed = None
 
     def abort(self) -> None:
-        """Return to the last commit."""
-        self._verdict = None  # a step that is dropped need not be waited for
+        """Restore the last commit."""
+        self._verdict = None  # no need to wait for a dropped step
         if self._committed is not None:
             self._spare = None
             self.memory, self.state = self._committed
             self._before = self._committed = None
 
     def reopen(self, memory: Array, state: State) -> None:
-        """Set what `abort` returns to: memory and state before a step that a graph has run."""
+        """Set what `abort` restores: memory and state before a step that a graph has run."""
         self._committed = memory, state
 
     def exclude(self, zeros: Array) -> Array:
         """Set the memory to zeros for one step; return it, for `include`."""
         self.place(zeros)
         self.conclude()
-        # Here, as the step itself would note the zeros as what was there before it.
+        # Saved here, because the step itself would save the zeros.
         self._committed = self._committed or (self.memory, self.state)
-        held = self.memory
+        memory = self.memory
         self.include(zeros)
-        return held
+        return memory
 
     def include(self, memory: Array) -> None:
-        """Put a memory back that `exclude` has returned."""
+        """Restore a memory that `exclude` has returned."""
         self.conclude()
-        # Without `_before`: an undo would bring back the zeros that this memory was excluded for.
+        # Clear `_before`, or an undo would restore the zeros.
         self.memory, self._spare, self._before = memory, None, None
 
     def rescale(self, factor: float) -> None:
-        """Expect gradients that are `factor` times as large from now on; memory is left alone."""
+        """Expect gradients `factor` times as large from now on; does not change the memory."""
         self.commit()
         self.state = self.part.rescale(self.state, round(PER_OCTAVE * math.log2(factor)))
 
@@ -209,7 +209,7 @@ class TensorState:
         self.memory, self._spare = memory, None
 
     def state_dict(self) -> dict[str, Any]:
-        """NumPy arrays to resume from bit by bit; all but `memory` are the same on all ranks."""
+        """Return NumPy arrays to resume bit by bit; all but `memory` are equal on all ranks."""
         self.conclude()
         shared = {name: np.array(to_host(value)) for name, value in self.state.items()}
         return {"memory": np.array(to_host(self.memory)), "shared": shared}
@@ -226,18 +226,18 @@ class TensorState:
 
 
 class JointStep:
-    """One step of many tensors: its rounds, and what is kept when these have ended.
+    """One step of many tensors: its rounds, and storing the results.
 
     Parameters
     ----------
-    tensors, gradients : of each tensor; [n] float32 each
+    tensors, gradients : of each tensor; gradients are [n] float32
     outs : where to write each mean, [n] float32; may be the gradients
 
     Attributes
     ----------
-    rounds : see Bucket.step; what it returns is for `end`
+    rounds : see Bucket.step; pass its result to `end`
 
-    Every rank makes the same step. Ranks that are fed the same sums get the same bits.
+    Every rank makes the same step. Ranks that receive the same sums get the same bits.
     """
 
     def __init__(
@@ -249,7 +249,7 @@ class JointStep:
     ) -> None:
         for one, gradient in zip(tensors, gradients, strict=True):
             check(gradient, one.part.shapes[0])
-        # A bucket has the tensors of one method side by side: its order is another than ours.
+        # A bucket groups tensors by method, so its order differs from that of `tensors`.
         self._bucket, order = bucket_of(tuple(one.part for one in tensors))
         self._order, self._tensors = order, [tensors[at] for at in order]
         ordered = [gradients[at] for at in order]
@@ -279,13 +279,13 @@ def exchange(
     options: StepOptions,
     outs: Sequence[Array] | None = None,
 ) -> Generator[Array, Array, tuple[list[Array], StepStatus]]:
-    """The rounds of a JointStep; returns what its `end` returns."""
+    """Run the rounds of a JointStep; return the result of its `end`."""
     step = JointStep(tensors, gradients, options, outs)
     return step.end((yield from step.rounds))
 
 
 def _like(saved: Any, name: str, value: Any) -> Any:
-    """Return a copy of a saved array; CompressError unless its shape and kind are `value`'s."""
+    """Return a copy of a saved array; CompressError unless shape and kind match `value`'s."""
     if value.dtype.kind == "f":
         return floats(saved, name, value.shape)
     array = np.asarray(saved)
@@ -295,14 +295,14 @@ def _like(saved: Any, name: str, value: Any) -> Any:
             f"saved {name} has shape {array.shape} and dtype {array.dtype}; expected {value.shape} "
             f"and {value.dtype}. Was it saved with other settings, or for another layer?"
         )
-    # Whole numbers of a state are exponents, which index a table: see ops/fixed_point.py.
+    # Integers in a state are exponents, which index a table: see ops/fixed_point.py.
     if value.dtype.kind == "i" and not ((array >= LOWEST) & (array <= HIGHEST)).all():
         raise CompressError(f"saved {name} has values outside -256 to 255: the state is corrupt")
     return np.array(array, value.dtype, order="C")
 
 
-# Elements of a tensor whose state has no array to hold its size against. A forged one would
-# otherwise have terabytes allocated when its next mean is taken for zeros.
+# Maximum elements of a tensor whose saved state has no array to check its size against. A forged
+# state could otherwise make `propose` allocate terabytes of zeros.
 _MOST_UNSEEN = 2**31
 
 
@@ -310,66 +310,66 @@ _MOST_UNSEEN = 2**31
 class Tensor:
     """One tensor on one rank: dense, with `summable` None, until its size is chosen.
 
-    `summable` works on gradients divided by 2**exponent, the same on all ranks, and has its memory
-    likewise divided.
+    `summable` works on gradients divided by 2**exponent, the same on all ranks; its memory is
+    divided by it as well.
     """
 
     shape: tuple[int, ...]
-    step: int = 0  # that the next gradient belongs to
+    step: int = 0  # step of the next gradient
     proposed: Allocation | None = None  # by this rank, until the ranks have agreed on one
-    size: Allocation | None = None  # that they have agreed on
-    size_words: int = 0  # words of the last step that agreed on sizes, or voted on them
+    size: Allocation | None = None  # agreed on by all ranks
+    size_words: int = 0  # words with which the last step agreed on sizes, or voted on them
     mean: Array | None = None  # of the last dense step, until a size is chosen from it
     owed: Array | None = None  # residual of a dense tensor; a `summable` has its own
-    exponent: int = 0  # not zero where gradients are near the ends of float32
+    exponent: int = 0  # nonzero if gradients are near the limits of float32
     summable: TensorState | None = None
-    earlier: TensorState | None = None  # before a dense step, in case that one is lost
-    has_energy: AsyncScalars | None = None  # of the last mean of a tensor that waits for some
-    held: float | None = None  # norm of the memory over the gradient's, at the last look
+    earlier: TensorState | None = None  # before a dense step, in case that is lost
+    has_energy: AsyncScalars | None = None  # whether the last mean was nonzero, if size.waits
+    held: float | None = None  # norm of the memory over that of the gradient, last measured
     before: dict[str, Any] | None = None  # the fields above, before the last step
-    committed: dict[str, Any] | None = None  # and before the first that was not committed
+    committed: dict[str, Any] | None = None  # the fields above, before the first uncommitted step
 
     def residual(self) -> Array | None:
-        """Return what was not sent of it, [n]; no copy unless there is an exponent."""
+        """Return the residual, [n]; not copied unless there is an exponent."""
         if self.summable is None:
             return self.owed
         self.summable.conclude()
         return times_power(self.summable.memory, self.exponent)
 
     def replace(self, memory: Array) -> None:
-        """Replace what was not sent, [n] float32."""
+        """Replace the residual, [n] float32."""
         if self.summable is not None:
             self.summable.replace(times_power(memory, -self.exponent))
         else:
             self.owed = memory
 
     def note_energy(self, mean: Array) -> None:
-        """Note the mean of a coded step, the same on all ranks, for `restart_on_energy`."""
+        """Record whether the mean of a coded step is nonzero, for `restart_on_energy`."""
         if self.size is not None and self.size.waits:
             xp = namespace(mean)
             has_energy = xp.any(mean != 0) & xp.all(xp.isfinite(mean))
             self.has_energy = AsyncScalars(xp.reshape(xp.astype(has_energy, xp.float64), (1,)))
 
     def note_held(self, memory: float, gradient: float) -> None:
-        """Note how many gradients the memory holds, from the norms of both."""
+        """Record how many gradients' worth the memory holds, from the norms of both."""
         known = gradient > 0 and math.isfinite(memory) and math.isfinite(gradient)
-        # Rounded as a saved state has it, or a resumed run might vote otherwise.
+        # Rounded as in a saved state, or a resumed run might vote differently.
         self.held = float(np.float32(memory / gradient)) if known else None
 
     def restart_on_energy(self) -> None:
-        """Begin anew, with dense steps, if a tensor without energy has got some."""
+        """Restart, with dense steps, if a mean that was all zeros has become nonzero."""
         has_energy, self.has_energy = self.has_energy, None
         if has_energy is not None and has_energy.read()[0]:
             self.step = 0
 
     def open(self) -> None:
-        """A step begins: keep what `undo` and `abort` need."""
+        """Begin a step: save what `undo` and `abort` need."""
         fields = {k: v for k, v in vars(self).items() if k not in ("before", "committed")}
         self.before = fields
         self.committed = self.committed or fields
 
     def reopen(self, memory: Array, state: State) -> None:
-        """Treat what is here as the result of a step that a graph has run, not yet committed.
+        """Treat the current state as the uncommitted result of a step that a graph has run.
 
         memory, state : of the summable, before that step
         """
@@ -379,26 +379,26 @@ class Tensor:
             self.summable.reopen(memory, state)
 
     def commit(self) -> None:
-        """Keep what was done so far: `undo` and `abort` return here."""
+        """Keep all changes so far: `undo` and `abort` restore this point."""
         self.before = self.committed = None
         if self.summable is not None:
             self.summable.commit()
 
     def undo(self) -> None:
-        """Return to before the last step, which broke off; to the last commit without one.
+        """Restore the state before the last step, which failed; or the last commit.
 
-        Ranks may have come to different places in that step, so its count is taken back, too.
+        Ranks may have reached different points of that step, so its count is reverted as well.
         """
         before = self.before
-        self.abort()  # arrays first: `before` has fields alone
+        self.abort()  # restores array contents; `before` has only the fields
         for name, value in (before or {}).items():
             setattr(self, name, value)
 
     def abort(self) -> None:
         """Restore the memory of the last commit.
 
-        Steps stay counted, and what is dense stays so: ranks that disagreed about an abort would
-        otherwise wait for each other forever. The mean of an aborted step is discarded.
+        Step counts, and whether the tensor is dense, are kept: ranks that disagree about an abort
+        would otherwise deadlock. The mean of an aborted step is discarded.
         """
         committed, self.committed, self.before = self.committed, None, None
         if committed is None:
@@ -413,15 +413,15 @@ class Tensor:
             residual = times_power(saved_state.memory, committed["exponent"])
         if self.summable is None:  # now dense
             self.owed = residual
-            # The mean of the aborted step goes, unless nothing else was ever known of the tensor.
+            # Discard the mean of the aborted step, unless there was never another one.
             if saved_state is not None or committed["mean"] is not None:
                 self.mean = committed["mean"]
-        elif self.summable is not saved_state:  # a size was chosen since: it stays
+        elif self.summable is not saved_state:  # a size was chosen since, which is kept
             memory = self.summable.memory
             self.replace(namespace(memory).zeros_like(memory) if residual is None else residual)
 
     def aborted(self) -> Tensor:
-        """Return the tensor as `abort` would leave it, with the same arrays; it stays as it is."""
+        """Return a copy as `abort` would leave it, sharing arrays, without changing this one."""
         copies = {id(s): copy(s) for s in (self.summable, self.earlier) if s is not None}
         tensor = copy(self)
         tensor.summable = copies.get(id(self.summable))
@@ -438,7 +438,7 @@ class Tensor:
         if mean is None:
             mean = np.zeros(math.prod(self.shape), np.float32)
         if self.mean is None and self.earlier is not None and size == self.size:
-            self.summable = self.earlier  # the dense step was lost: its directions still hold
+            self.summable = self.earlier  # the dense step was lost: keep the earlier directions
         else:
             self.size, self.exponent, self.held = size, exponent_of(mean), None
             self.summable = TensorState.of(size.part(), times_power(mean, -self.exponent))
@@ -447,8 +447,8 @@ class Tensor:
         self.mean = self.owed = self.earlier = self.proposed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to resume, as arrays and numbers."""
-        self.restart_on_energy()  # or a resumed run would not know of the energy
+        """Return everything needed to resume, as arrays and numbers."""
+        self.restart_on_energy()  # `has_energy` is not saved
         entry: dict[str, Any] = {"shape": list(self.shape), "step": self.step}
         if self.mean is not None:
             entry["mean"] = np.array(to_host(self.mean))
@@ -465,7 +465,7 @@ class Tensor:
 
     @classmethod
     def load(cls, entry: dict[str, Any]) -> Tensor:
-        """From what state_dict returned; CompressError if it is not that."""
+        """Create from what state_dict returned; CompressError if it is not valid."""
         shape = saved.shape(entry["shape"], "shape")
         n, step = math.prod(shape), saved.count(entry["step"], "step")
         if saved.held(entry) < n and n > _MOST_UNSEEN:
@@ -518,13 +518,13 @@ def propose(
 ) -> None:
     """Propose sizes for all tensors that have none, from the mean gradients of dense steps.
 
-    left_out : elements that travel plain; each tensor's budget is lowered by its share of them
+    left_out : elements sent uncompressed; each tensor's budget is reduced by its share of them
     rows, frequencies : whether a tensor may be sent by rows, or by frequencies of its kernels
     """
     new = {name: t for name, t in tensors.items() if t.summable is None and t.proposed is None}
     for name, tensor in list(new.items()):
         known = None if tensor.mean is None else to_host(tensor.mean)
-        # A dense step that was lost has shown nothing: a tensor that had a size resumes with it.
+        # A lost dense step has no information: a tensor that had a size resumes with it.
         if known is not None and not np.isfinite(known).all():
             tensor.mean, tensor.summable = None, tensor.earlier
             if tensor.summable is not None:
@@ -538,9 +538,9 @@ def propose(
         if curves[name].flat:
             continue
         if t.mean is None and t.earlier is not None:
-            t.proposed = t.size  # the step that was to show another was aborted
+            t.proposed = t.size  # the dense step that would determine a new one was aborted
         elif not mean.any():
-            t.proposed = Allocation(t.shape, 0)  # nothing is known of it: all of it, until there is
+            t.proposed = Allocation(t.shape, 0)  # no information: send the whole tensor until then
         if t.proposed is not None:
             del new[name], curves[name]
             continue

@@ -1,5 +1,6 @@
-"""A vector to bytes and back: the contract, a file a method, all methods by name, saved states.
+"""Codecs, which convert a vector to bytes and back: the interface, one file per method, a registry.
 
-May import `ops` and what that stands on. `registry.py` knows methods by name. FFTCodec
-is in `fft.py`, its array code in `batched.py`, its kernels in `_fft_cuda.py`.
+May import `ops` and its dependencies. `registry.py` finds methods by name, and saves and loads
+their states. FFTCodec is in `fft.py`, its array code in `batched.py`, its CUDA kernels in
+`_fft_cuda.py`.
 """

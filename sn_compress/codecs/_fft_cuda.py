@@ -1,12 +1,12 @@
-"""FFTCodec on tensors that are on a GPU: the same bytes, made where the tensor is.
+"""FFTCodec for GPU tensors: the same bytes, encoded on the tensor's device.
 
-Vectors in blocks of up to 8192 go through the fused kernels, one launch for all blocks of one
-length, of up to 48 tensors. Larger blocks and whole vectors go through the array code of
-`batched.py`, whose FFT is cuFFT.
+Vectors in blocks of up to 8192 use the fused kernels, with one launch for all blocks of the same
+length, of up to 48 tensors. Larger blocks and whole vectors use the array code of `batched.py`,
+whose FFT is cuFFT.
 
-Nothing here waits for the device. So a payload's `saturated`, `energy` and `error` are not known
-on the host (the header has the first), and a damaged payload decodes to NaN where an error would
-need waiting: `raise_if_damaged` asks, once a step, say. Of tensors for the kernels, `Encoder` and
+Nothing here waits for the device. So a payload's `saturated`, `energy` and `error` are not known on
+the host (the header has the first), and a corrupt payload decodes to NaN, as an error would need to
+wait; call `raise_if_damaged`, e.g. once per step. For tensors that use the kernels, `Encoder` and
 `Decoder` allocate when created and only launch when run, so a CUDA graph may capture a run.
 """
 
@@ -36,8 +36,8 @@ from .fft_settings import (
     used_words,
 )
 
-# By device: u32 [1] on it, raised by decoding and read when somebody asks: to raise an error at
-# once, each decoding would have to wait for the device.
+# By device: u32 [1] on it, set by decoding and read later: to raise an error immediately, each
+# decoding would have to wait for the device.
 _flags: dict[int, Any] = {}
 _DAMAGE = {
     1: "a record with a range that is not finite or positions out of order",
@@ -48,7 +48,7 @@ _DAMAGE = {
 
 
 def new_state(codec: Coder, like: Any) -> list[Any]:
-    """Zero memory for encoding tensors like this one, on its device.
+    """Return zero memory for encoding tensors like this one, on its device.
 
     One [blocks, bins * parts] float32 CuPy array per section.
     """
@@ -59,7 +59,7 @@ def new_state(codec: Coder, like: Any) -> list[Any]:
 
 
 def to_device(state: Sequence[Any], like: Any) -> list[Any]:
-    """The memory on the device of `like`; copied only if it is not on a device yet."""
+    """Move the memory to the device of `like`; copies only if it is not on a device yet."""
     with _cuda.view(like).run().context() as xp:
         return [part if on_cuda(part) else xp.asarray(part) for part in state]
 
@@ -74,8 +74,8 @@ def encode(
 def decode_mean(codec: Coder, payloads: Sequence[Payload], out: Any = None) -> Any:
     """FFTCodec.decode_mean for payloads on a GPU.
 
-    Returns `out`; or float32 in the framework of the first payload, a CuPy array if that is not
-    known, made on the stream that framework works on now.
+    Returns `out`; or float32 in the framework of the first payload (a CuPy array if unknown),
+    computed on that framework's current stream.
     """
     n = payloads[0].n
     buffers: list[Any] = [payload.buffer for payload in payloads]
@@ -86,14 +86,14 @@ def decode_mean(codec: Coder, payloads: Sequence[Payload], out: Any = None) -> A
 
 
 class Encoder:
-    """Encodes the same tensors, in place in memory, as often as it runs.
+    """Encodes the same tensors, at the same addresses, each time it runs.
 
     Parameters
     ----------
-    codec : what to do
+    codec : the codec
     tensors : vectors of float32, float16 or bfloat16 on one device; read at each run
-    states : their memories as new_state makes them, or None
-    buffers : uint8 CuPy arrays for the payloads, or None to have them made
+    states : their memories, from new_state, or None
+    buffers : uint8 CuPy arrays for the payloads; None to allocate them
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Encoder:
             raise CompressError(
                 f"payload buffers of {[b.size for b in self.buffers]} bytes; expected {sizes}"
             )
-        # Array code writes whole payloads, header and checksum too: sheets are of the others.
+        # Array code writes whole payloads, including header and checksum: others need sheets.
         self._by_kernels = [_fit_kernels(codec, view.elements) for view in self._views]
         self._sheets = [
             launch.Sheet(
@@ -134,9 +134,9 @@ class Encoder:
                 _check_state(codec, state, view.elements)
 
     def run(self, decay: float = 1.0) -> list[Payload]:
-        """Encode; on the stream that the tensors' framework works on now."""
+        """Encode, on the current stream of the tensors' framework."""
         device = self._views[0].run()
-        # Headers and zeroed counters first: blocks add what they clip and their part of the
+        # Headers and zeroed counters first: blocks add their clipped values and their part of the
         # checksum to the counters, and sealing reads them last. All on one stream, so in this
         # order.
         launch.open_payloads(device, self._sheets)
@@ -206,7 +206,7 @@ class Encoder:
 def _piece(
     view: _cuda.View, section: Section, payload: int, totals: int, memory: int, rank_words: int = 0
 ) -> Piece:
-    """A section of a tensor for a launch; `payload` is an address, when decoding of rank 0's."""
+    """Return a section of a tensor for a launch; `payload`: address, of rank 0's for decoding."""
     size = 4 if view.dtype == "float32" else 2
     return Piece(
         values=view.address + section.start * size,
@@ -234,11 +234,11 @@ def _check_state(codec: Coder, state: list[Any], n: int) -> None:
 
 
 class Decoder:
-    """Writes the means of the payloads in the same places as often as it runs.
+    """Writes the means of payloads to the same addresses each time it runs.
 
     Parameters
     ----------
-    codec : what made them
+    codec : that encoded them
     gathered : per tensor the payloads of all ranks, uint8 CuPy array [ranks, nbytes]
     outs : vectors of float32, float16 or bfloat16 to write, on the same device
     """
@@ -250,7 +250,7 @@ class Decoder:
         self.ranks = int(self._gathered[0].shape[0])
         for buffer, view in zip(self._gathered, self._views, strict=True):
             expected = (self.ranks, codec.payload_bytes(view.elements))
-            # Kernels read 32-bit words, and know one distance from each rank's payload to the next.
+            # Kernels read 32-bit words, and assume a constant stride between ranks' payloads.
             rows = buffer.strides[0] % 4 == 0 and buffer.strides[1] == 1
             if buffer.shape != expected or not rows or int(buffer.data.ptr) % 4:
                 raise PayloadError(
@@ -263,7 +263,7 @@ class Decoder:
             self._totals = xp.empty((len(self._views), self.ranks), "uint64")
             if device.device not in _flags:
                 _flags[device.device] = xp.zeros(1, "uint32")
-                device.stream.synchronize()  # its zeros before another stream raises it
+                device.stream.synchronize()  # zeroed before another stream sets it
         self._flag = int(_flags[device.device].data.ptr)
         self._by_kernels = [_fit_kernels(codec, view.elements) for view in self._views]
         self._sheets = [
@@ -280,7 +280,7 @@ class Decoder:
         ]
 
     def run(self) -> None:
-        """Decode; on the stream that the outputs' framework works on now."""
+        """Decode, on the current stream of the outputs' framework."""
         device = self._views[0].run()
         launch.open_checks(device, self._sheets, self.ranks)
         pieces: dict[Format, list[Piece]] = defaultdict(list)
@@ -288,8 +288,8 @@ class Decoder:
             if not by_kernels:
                 self._decode_as_arrays(device, i, view)
             elif self.codec.transform == "axes":
-                # Coefficients are decoded beside the output and transformed into it, one tensor at
-                # a time: `_from_axes` has to come after the launch of its own blocks.
+                # Coefficients are decoded to a temporary and transformed into the output, one
+                # tensor at a time: `_from_axes` must follow the launch of its own blocks.
                 with device.context() as xp:
                     target = _cuda.view(xp.empty(view.elements, "float32"))
                 self._add_pieces(i, target, pieces)
@@ -301,7 +301,7 @@ class Decoder:
         launch.check_payloads(device, self._sheets, self.ranks)
 
     def _add_pieces(self, i: int, target: _cuda.View, pieces: dict[Format, list[Piece]]) -> None:
-        """Leave the blocks of tensor i for a common launch."""
+        """Add the blocks of tensor i to a common launch."""
         for section in self.codec.sections(target.elements):
             form = Format.of(section.layout, blockwise(self.codec), self.codec.span)
             words, rank_words = int(self._gathered[i].data.ptr), self._gathered[i].strides[0] // 4
@@ -336,12 +336,12 @@ class Decoder:
 
 
 def damage_of(device: int) -> Any:
-    """The flag that decoding on a device raises and `raise_if_damaged` lowers, u32 [1] there."""
+    """Return the flag that decoding sets and `raise_if_damaged` clears, u32 [1] on the device."""
     return _flags[device]
 
 
 def raise_if_damaged(device: int = 0) -> None:
-    """Raise PayloadError if anything decoded since the last call was damaged; waits for it."""
+    """Raise PayloadError if anything decoded since the last call was corrupt; waits for it."""
     if device not in _flags:
         return
     with _cuda.cupy().cuda.Device(device) as chosen:
@@ -358,9 +358,9 @@ def raise_if_damaged(device: int = 0) -> None:
 
 
 def side_by_side(buffers: list[Any]) -> Any:
-    """Payloads as [ranks, nbytes]: as they lie if evenly spaced in one array, else copied."""
+    """Return payloads as [ranks, nbytes]: a view if evenly spaced in one array, else a copy."""
     xp, first = _cuda.cupy(), buffers[0]
-    # Payloads of one gather are rows of one buffer: rows at even distances need no copy.
+    # Payloads of one gather are rows of one buffer: evenly spaced rows need no copy.
     base = first.base if first.base is not None else first
     places = [int(buffer.data.ptr) for buffer in buffers]
     steps = {b - a for a, b in pairwise(places)} or {first.size}
@@ -390,6 +390,6 @@ def _checked(tensor: Any) -> _cuda.View:
 
 
 def _fit_kernels(codec: Coder, n: int) -> bool:
-    """Whether the fused kernels take all blocks of n elements; else the array code does."""
+    """Whether the fused kernels support all blocks of n elements; else array code is used."""
     forms = (Format.of(s.layout, blockwise(codec), codec.span) for s in codec.sections(n))
     return all(form.fits_block for form in forms)

@@ -1,9 +1,9 @@
-"""Codec and Payload: the contract every compression method keeps.
+"""Codec and Payload: the interface of every compression method.
 
-A payload is 32 bytes of header and a body. The size of the body follows from the codec's
-settings and the number of elements alone, never from the data: Horovod's response cache and
-NCCL's all-gather both punish sizes that change from step to step. `docs/format.md` lists the
-bytes; `tests/golden/` keeps old ones readable.
+A payload is 32 bytes of header and a body. The size of the body depends only on the codec's
+settings and the number of elements, never on the data: Horovod's response cache and NCCL's
+all-gather both suffer from sizes that change from step to step. `docs/format.md` specifies the
+format; `tests/golden/` ensures that old payloads stay readable.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 
 MAGIC = b"SN"
-# What is written; 3 where one FFT is longer than blocks are, whose coefficients are other ones than
-# before (decision 86). Version 1, with another checksum, is still read.
+# The version written; 3 for FFTs longer than blocks can be, whose coefficients have changed
+# (decision 86). Version 1, with another checksum, can still be read.
 VERSION = 2
 HEADER_BYTES = 32
 SETTINGS_BYTES = 12
 ALIGN = 16
 MAX_ELEMENTS = 2**48
-# What a reader allocates at most who has not said how many elements it expects: at theta near 1 a
-# payload of some tens of bytes may stand for 2**32 of them.
+# Maximum allocation if the caller does not pass the expected number of elements: at theta near 1 a
+# payload of some tens of bytes may represent 2**32 of them.
 _MOST_UNASKED, _MOST_OF_A_BYTE = 2**26, 2**16
 # magic, version, codec id, n, settings, saturated, checksum
 _HEADER = struct.Struct("<2sBBQ12sII")
@@ -46,13 +46,13 @@ class Payload:
 
     Attributes
     ----------
-    buffer : [nbytes] uint8, the bytes as they travel (a multiple of 16)
-    codec_id, n, settings, saturated : what the header says; `settings` are 12 bytes that only
+    buffer : [nbytes] uint8, the bytes as sent (a multiple of 16)
+    codec_id, n, settings, saturated : fields of the header; `settings` are 12 bytes that only
         the codec understands, `saturated` counts values clipped to the ends of a fixed range.
     energy, error : float or None; the squared norm of what was encoded and of what was lost.
-        They are known only where the payload was made and do not travel.
-    framework : "torch" if a torch tensor on a GPU was encoded, "cupy" for others there: decoded
-        on the GPU, it becomes the same again. Does not travel, either
+        Known only where the payload was encoded; not sent.
+    framework : "torch" if a torch tensor on a GPU was encoded, "cupy" for others on a GPU:
+        decoding on the GPU returns the same kind. Not sent either
     """
 
     buffer: Bytes
@@ -81,10 +81,10 @@ class Payload:
         cls, buffer: Bytes, *, codec_id: int, n: int, settings: bytes, saturated: int = 0,
         energy: float | None = None, error: float | None = None, version: int = VERSION,
     ) -> Payload:  # fmt: skip
-        """Write the header in front of a finished body; `buffer` has room for both."""
-        saturated = min(saturated, 2**32 - 1)  # a counter that ends rather than wraps around
+        """Write the header before a finished body; `buffer` has room for both."""
+        saturated = min(saturated, 2**32 - 1)  # saturate the counter rather than wrap around
         head = _HEADER.pack(MAGIC, version, codec_id, n, settings, saturated, 0)
-        # The checksum last: it is that of the whole payload with zeros in its own place.
+        # The checksum last: it covers the whole payload, with its own field as zeros.
         buffer[:HEADER_BYTES] = np.frombuffer(head, np.uint8)
         buffer[28:32] = np.frombuffer(struct.pack("<I", sums.crc(buffer)), np.uint8)
         return cls(buffer, codec_id, n, settings, saturated, energy, error)
@@ -95,18 +95,18 @@ class Payload:
     ) -> Payload:
         """Read a payload; the bytes may come from an untrusted peer.
 
-        They are not copied, unless they begin at an address that is no multiple of four.
+        They are not copied, unless their address is not a multiple of four.
 
         Parameters
         ----------
-        n : the elements it has to have, which decoding allocates. Pass it wherever it is known:
-            else a few bytes may ask for up to 2**26 elements, or 2**16 for each of them
+        n : the expected number of elements, which decoding allocates. Pass it wherever it is known:
+            otherwise a few bytes may claim up to 2**26 elements, or 2**16 elements per byte
 
         Raises
         ------
         PayloadError
             If the length, magic, version, element count or checksum is wrong.
-            What is inside the body is checked by the codec that decodes it.
+            The contents of the body are checked by the codec that decodes it.
         """
         buffer = np.frombuffer(data, np.uint8)
         if buffer.ctypes.data % 4:  # the body is read as 32-bit words
@@ -119,8 +119,8 @@ class Payload:
         magic, version, codec_id, claimed, settings, saturated, written = _HEADER.unpack(
             buffer[:HEADER_BYTES].tobytes()
         )
-        # The version before the checksum, which is another in each: a rank with a later release
-        # shall read of versions, not of corruption.
+        # Check the version before the checksum, which depends on it: for a rank with another
+        # release the error should be about versions, not corruption.
         if magic != MAGIC or version not in _CHECKSUMS:
             raise PayloadError(
                 f"not a payload of this format: got magic {magic!r}, version {version}; "
@@ -130,7 +130,7 @@ class Payload:
             raise PayloadError(
                 f"header claims {claimed} elements; the format allows {MAX_ELEMENTS}"
             )
-        # Damage before sizes: a flipped bit in n is damage, and not another model.
+        # Check for corruption before sizes: a flipped bit in n is corruption, not another model.
         if (checksum := _CHECKSUMS[version](buffer)) != written:
             raise PayloadError(
                 f"checksum is {checksum:#010x}, header says {written:#010x}: corrupt in transit. "
@@ -141,9 +141,9 @@ class Payload:
 
 
 def check_size(claimed: int, n: int | None, nbytes: int) -> None:
-    """Raise PayloadError if a header claims another number of elements than the caller expects.
+    """Raise PayloadError if a header claims a number of elements other than the expected n.
 
-    Without one, if it claims more than a payload of so many bytes is likely to stand for.
+    If n is None, raise if it claims more than a payload of this size plausibly represents.
     """
     if n is not None and claimed != n:
         raise PayloadError(
@@ -158,37 +158,38 @@ def check_size(claimed: int, n: int | None, nbytes: int) -> None:
 
 
 class Codec(ABC):
-    """Turns a vector of floats into a Payload and back. Settings are keyword-only and constant."""
+    """Converts a vector of floats to a Payload and back. Settings are keyword-only and constant."""
 
     codec_id: int
     settings: bytes
     version = VERSION  # of the format, as written into headers
-    # Whether a state holds what was dropped, in as many numbers as the vector has elements or more:
-    # a saved one with fewer is refused before anything of the size that it declares is allocated.
+    # Whether a state contains what was dropped, in at least as many numbers as the vector has: a
+    # saved state with fewer is rejected before anything of its declared size is allocated.
     remembers = True
 
     @property
     def basis(self) -> dict[str, Any]:
-        """The settings that say what a state is: `type(self)(**basis)` reads states of this one."""
+        """The settings that define a state: `type(self)(**basis)` can read this codec's states."""
         return {}
 
     @abstractmethod
     def payload_bytes(self, n: int) -> int:
-        """Size of the payload of n elements, header included."""
+        """Return the size of the payload of n elements, header included."""
 
     @abstractmethod
     def encode(self, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0) -> Payload:
         """Encode [n] float32, float16 or bfloat16: NumPy, CuPy, torch, others by DLPack.
 
-        A vector on a GPU gives a payload on that GPU, which decodes to a vector there; a codec
-        without CUDA kernels copies it to the host meanwhile and says so once.
-        `state`, made by `new_state(n)`, is the memory of what earlier calls dropped: times `decay`
-        it is added before, and updated after, in place. Non-finite input never enters it.
+        A vector on a GPU is encoded to a payload on that GPU, which decodes to a vector there; a
+        codec without CUDA kernels goes through the host and warns once.
+        `state`, from `new_state(n)`, is the error memory of earlier calls: times `decay` it is
+        added before encoding, and it is updated afterwards, in place. Non-finite input never enters
+        it.
         """
 
     @abstractmethod
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of what the payloads hold, [n] float32, summed in the order given."""
+        """Return the mean of the decoded payloads, [n] float32, summed in the given order."""
 
     def encode_into(
         self, buffer: Bytes, values: npt.ArrayLike, *, state: Any = None, decay: float = 1.0
@@ -203,21 +204,21 @@ class Codec(ABC):
         out[:] = self.decode_mean(payloads)
 
     def decode(self, payload: Payload, *, n: int | None = None) -> Floats:
-        """What the payload holds, [n] float32; PayloadError if `n` is given and another."""
+        """Decode a payload to [n] float32; PayloadError if `n` is given and does not match."""
         if n is not None:
             check_size(payload.n, n, payload.nbytes)
         return self.decode_mean([payload])
 
     @abstractmethod
     def new_state(self, n: int) -> Any:
-        """An empty memory for vectors of n elements."""
+        """Return an empty memory for vectors of n elements."""
 
     def state_to_values(self, state: Any, n: int) -> Floats:
-        """The memory as the vector it stands for, [n] float32; zeros if the codec has none."""
+        """Convert the memory to a residual, [n] float32; zeros if the codec has none."""
         return np.zeros(n, np.float32)
 
     def values_to_state(self, values: npt.ArrayLike) -> Any:
-        """The memory that stands for a vector of float32; inverse of state_to_values.
+        """Convert a float32 residual to a memory; inverse of state_to_values.
 
         Raises CompressError if the codec has no memory and the vector is not zero.
         """
@@ -230,20 +231,20 @@ class Codec(ABC):
         return self.new_state(array.size)
 
     def place_state(self, state: Any, like: Any) -> Any:
-        """The state where encoding vectors like this one wants it; on the host, as it is."""
+        """Move the state to where encoding vectors like this one needs it; default: unchanged."""
         return state
 
     def dump_state(self, state: Any, n: int) -> dict[str, Any]:
-        """A copy of a state as arrays, numbers and strings, for load_state to go on bit by bit.
+        """Copy a state to arrays, numbers and strings, for load_state to resume bit by bit.
 
-        A codec whose state is no list of arrays has its own form.
+        A codec whose state is not a list of arrays overrides this.
         """
         return {"arrays": [np.array(part) for part in state]}
 
     def load_state(self, saved: dict[str, Any], n: int) -> Any:
-        """The state of n elements that was dumped by a codec of the same class and basis.
+        """Load a state of n elements, dumped by a codec of the same class and basis.
 
-        Raises CompressError if something is missing, of another shape, NaN or Inf.
+        Raises CompressError if something is missing, has another shape, or is NaN or Inf.
         """
         arrays = saved_item(saved, "arrays")
         # Before new_state(n) below, which allocates n elements.
@@ -260,7 +261,7 @@ _OTHER = "Load what was saved, unchanged, or forget this tensor and start withou
 
 
 def saved_item(saved: Any, key: str) -> Any:
-    """What a saved state holds under `key`, or CompressError."""
+    """Return the entry `key` of a saved state; CompressError without it."""
     if not isinstance(saved, dict) or key not in saved:
         has = sorted(map(str, saved)) if isinstance(saved, dict) else type(saved).__name__
         raise CompressError(f"has no {key!r}, only {has}. {_OTHER}")
@@ -276,7 +277,7 @@ def check_held(arrays: Any, n: int) -> None:
 def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return a copy of a saved array; CompressError unless it has `like`'s shape and kind.
 
-    Floats must be finite, and counters, of an integer type, 0 or more.
+    Floats must be finite, and counters (integers) not negative.
     """
     array = np.asarray(saved)
     numbers = "iu" if like.dtype.kind == "i" else "iuf"
@@ -285,22 +286,22 @@ def saved_array(saved: Any, like: npt.NDArray[Any]) -> npt.NDArray[Any]:
             f"contains an array of shape {array.shape} and dtype {array.dtype}; expected "
             f"{like.shape} and {like.dtype}. {_OTHER}"
         )
-    with np.errstate(over="ignore"):  # float64 beyond float32 becomes Inf, which is refused below
+    with np.errstate(over="ignore"):  # float64 beyond float32 becomes Inf, rejected below
         copy = np.array(array, like.dtype, order="C")
     if like.dtype.kind == "i" and (copy < 0).any():
         raise CompressError(f"step count is {copy.min()}; expected 0 or more. {_OTHER}")
     if not np.isfinite(copy).all():
         raise CompressError(
-            "contains NaN or Inf, which error feedback would keep for ever: the state is corrupt. "
+            "contains NaN or Inf, which error feedback would keep forever: the state is corrupt. "
             f"{_OTHER}"
         )
     return copy
 
 
 def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
-    """Check that `values` is a 1-D array of a float type a codec takes; nothing is copied.
+    """Check that `values` is a 1-D array of a float type that codecs accept; nothing is copied.
 
-    Whatever NumPy can read is taken, so torch tensors on the CPU are, too.
+    Accepts whatever NumPy can read, including torch tensors on the CPU.
     """
     try:
         array = np.asarray(values)
@@ -314,7 +315,7 @@ def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
             f"cannot encode an array of shape {array.shape}; expected one dimension. "
             "Flatten it: values.reshape(-1)."
         )
-    # ml_dtypes' bfloat16 has kind 'V' in NumPy, so it is known by name.
+    # ml_dtypes' bfloat16 has kind 'V' in NumPy, so compare by name.
     if array.dtype.name not in ("float32", "float16", "bfloat16"):
         raise CompressError(
             f"cannot encode dtype {array.dtype}; expected float32, float16 or bfloat16. "
@@ -324,11 +325,11 @@ def as_vector(values: npt.ArrayLike) -> npt.NDArray[Any]:
 
 
 def mean_of_gathered(codec: Codec, gathered: Bytes, ranks: int, n: int) -> Floats:
-    """The mean of the ranks' vectors, [n] float32.
+    """Return the mean of the ranks' vectors, [n] float32.
 
-    gathered : uint8, the ranks' payloads in order of rank; summed in that order, so that every rank
+    gathered : uint8, the ranks' payloads in rank order; summed in that order, so that every rank
         gets the same bits.
-    Raises PayloadError if the bytes are not that.
+    Raises PayloadError if the bytes are not valid.
     """
     size = codec.payload_bytes(n)
     if gathered.size != ranks * size:
@@ -341,7 +342,7 @@ def mean_of_gathered(codec: Codec, gathered: Bytes, ranks: int, n: int) -> Float
 
 
 def payloads_of(parts: Sequence[Bytes], n: int) -> list[Payload]:
-    """The ranks' payloads of n elements from their bytes, in order of rank.
+    """Return the ranks' payloads of n elements from their bytes, in rank order.
 
     Raises PayloadError, which names the rank, if bytes are not a payload.
     """

@@ -1,12 +1,12 @@
-"""FFTCodec over an array namespace: the payloads of many tensors at once, wherever they lie.
+"""FFTCodec over an array namespace: the payloads of many tensors at once, on any device.
 
     encoded = encode(codec, gradients, memories)      one wire, [words] int32, for an all-gather
     decoded = decode(codec, gathered, sizes)          from [ranks, words] int32 to the means
 
-The same bytes as FFTCodec.encode's. Blocks of all tensors that have one layout go through each
-function together, so launches do not grow with the number of tensors. No value is read, no shape
-hangs on one, and nothing that is handed over is changed: the same code runs in NumPy, in torch on
-any device, under a capture, and in a graph of TensorFlow.
+Produces the same bytes as FFTCodec.encode. Blocks of all tensors with the same layout go through
+each function together, so the number of launches does not grow with the number of tensors. No
+value is read, no shape depends on one, and no argument is modified: the same code runs in NumPy, in
+torch on any device, under a capture, and in a TensorFlow graph.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from ..ops.record_arrays import Records
 from ..ops.transforms import OverAxes, Transform
 from .fft_settings import HEADER_WORDS, Coder, blockwise, fixed_top, header, used_words
 
-_SATURATED = 6  # the header's word that says how many values were clipped; those before are fixed
+_SATURATED = 6  # header word with the number of clipped values; the words before it are fixed
 
 OptimizerState = Sequence[Array]
-"""Of one tensor: [blocks, bins * parts] float32 for each of its sections; see memory_shapes."""
+"""Memory of one tensor: [blocks, bins * parts] float32 for each section; see memory_shapes."""
 
 
 @dataclass(frozen=True)
 class Encoded:
     """The result of `encode`.
 
-    words : [words] int32, the payloads one behind the other
+    words : [words] int32, the payloads concatenated
     memories : the next step's, of each tensor; None if there were none
-    numbers : [3] float64, all tensors together: the squared norm of what was encoded, that of what
-        was lost, both of finite blocks alone, and how many values were clipped. None if not asked
+    numbers : [3] float64, summed over all tensors: squared norms of what was encoded and of what
+        was lost, both of finite blocks only, and number of clipped values. None without `tally`
     """
 
     words: Array
@@ -63,9 +63,9 @@ class Encoded:
 class Decoded:
     """The result of `decode`.
 
-    means : [n] float32 of each tensor; NaN where a rank had a block that was not finite, and all
-        of a tensor whose payload from any rank is damaged
-    damaged : 0-d bool, whether any payload is: an error, which the host may read later
+    means : [n] float32 of each tensor; NaN where any rank's block was not finite, and everywhere if
+        any rank's payload of the tensor is corrupt
+    damaged : 0-d bool, whether any payload is corrupt; the host may read it later
     """
 
     means: list[Array]
@@ -78,23 +78,23 @@ def serves(codec: Coder) -> bool:
 
 
 def memory_shapes(codec: Coder, n: int) -> list[tuple[int, int]]:
-    """The shapes of a tensor's memory, one for each of its sections."""
+    """Return the shapes of a tensor's memory, one per section."""
     return [section.memory_shape for section in codec.sections(n)]
 
 
 def memory_on_host(state: Sequence[Any]) -> list[Any]:
-    """A copy of a memory, wherever it is, as NumPy float32; waits for the device."""
+    """Copy a memory from any device to NumPy float32; waits for the device."""
     return [np.array(to_host(part)) for part in state]
 
 
 def new_memory(codec: Coder, n: int, like: Array) -> list[Array]:
-    """Zeros where `like` lies."""
+    """Return zero memory on the device of `like`."""
     xp, device = namespace(like), device_of(like)
     return [xp.zeros(shape, dtype=xp.float32, device=device) for shape in memory_shapes(codec, n)]
 
 
 def words_of(codec: Coder, sizes: Sequence[int]) -> int:
-    """Words of 4 bytes that travel for tensors of so many elements."""
+    """Return the 4-byte words sent for tensors of these sizes."""
     return sum(codec.payload_bytes(n) for n in sizes) // 4
 
 
@@ -107,16 +107,16 @@ def encode(
     unused_waits: bool = False,
     tally: bool = False,
 ) -> Encoded:
-    """The payloads of some tensors.
+    """Encode at least one tensor.
 
-    gradients : [n] each, all float32, float16 or bfloat16, at least one
-    memories : of each tensor as the last step left it; zeros at first
+    gradients : [n] each, all float32, float16 or bfloat16
+    memories : of each tensor, from the last step; initially zeros
     decay : factor on the memories before they are added
-    unused_waits : the memory of a gradient of zeros neither travels nor changes
-    tally : whether to count what was lost
+    unused_waits : the memory of a zero gradient is not sent and does not change
+    tally : whether to compute what was lost
     """
     batch = batch_of(codec, tuple(int(gradient.shape[0]) for gradient in gradients))
-    # Transforms along axes are products with matrices: in TF32 ranks would keep other bins.
+    # Transforms along axes are matrix products: in TF32 ranks would keep different bins.
     with full_fp32_matmul(gradients[0]):
         return batch.encode(
             gradients, memories, decay=decay, unused_waits=unused_waits, tally=tally
@@ -124,11 +124,11 @@ def encode(
 
 
 def decode(codec: Coder, gathered: Array, sizes: Sequence[int]) -> Decoded:
-    """The means of what all ranks encoded.
+    """Return the means of all ranks' payloads.
 
-    gathered : [ranks, words] int32, of each rank what `encode` made
+    gathered : [ranks, words] int32, the result of `encode` on each rank
     sizes : elements of each tensor
-    Raises PayloadError if the shape is another.
+    Raises PayloadError if the shape does not match.
     """
     batch = batch_of(codec, tuple(sizes))
     if len(gathered.shape) != 2 or int(gathered.shape[1]) != batch.words:
@@ -142,9 +142,9 @@ def decode(codec: Coder, gathered: Array, sizes: Sequence[int]) -> Decoded:
 
 @dataclass(frozen=True)
 class _Run:
-    """A section of a tensor: where its blocks are among those of its layout.
+    """A section of a tensor: the position of its blocks among those of its layout.
 
-    start, stop : its elements; first : its first block; at : its place among the tensor's sections
+    start, stop : its elements; first : its first block; at : its index in the tensor's sections
     """
 
     tensor: int
@@ -175,7 +175,7 @@ class _Group:
 
 
 class Batch:
-    """What follows from a codec and the sizes of tensors, and the steps themselves."""
+    """Encodes and decodes tensors of fixed sizes with a codec, with precomputed tables."""
 
     def __init__(self, codec: Coder, sizes: tuple[int, ...]) -> None:
         self.codec, self.sizes = codec, sizes
@@ -186,7 +186,7 @@ class Batch:
         self.groups = self._grouped()
         self.checksums = Checksums([size // 4 for size in nbytes])
         heads = [header(codec, n) + bytes(8) for n in sizes]
-        # Constants of the batch, not of a step: a graph or a capture holds them once per device.
+        # Constants of the batch, not of a step: a graph or capture has them once per device.
         self.heads = Constant(np.frombuffer(b"".join(heads), "<i4").copy())
         places = np.add.outer(self.starts, np.arange(_SATURATED)).reshape(-1)
         self.head_at = Constant(places.astype(np.int64))
@@ -194,9 +194,9 @@ class Batch:
         self.fields = Constant(np.ascontiguousarray(fields))
         self.saturated_at = Constant(np.asarray(self.starts, np.int64) + _SATURATED)
         self.top = _top(codec)
-        # Blocks lie by layout, tallies are wanted by tensor: a stable sort puts each tensor's
-        # blocks side by side, and differences of a running sum at `ends` are sums of ragged rows,
-        # which no array library has.
+        # Blocks are ordered by layout, but tallies are per tensor: a stable sort makes each
+        # tensor's blocks contiguous, and differences of a cumulative sum at `ends` are the sums of
+        # ragged rows, which no array library supports.
         tensors = [
             np.repeat([r.tensor for r in g.runs], [r.count for r in g.runs]) for g in self.groups
         ]
@@ -236,8 +236,7 @@ class Batch:
     ) -> Encoded:
         """See `encode`."""
         xp = namespace(gradients[0])
-        # What is dropped, padded and looked at from here on is what the blocks will hold: casts to
-        # half precision and transforms along axes come first, as in FFTCodec.encode.
+        # Casts to half precision and transforms along axes come first, as in FFTCodec.encode.
         gradients = self._prepared(gradients)
         blocks = [self._blocks(group, gradients) for group in self.groups]
         peaks = [largest_of_rows(values) for values in blocks]
@@ -249,13 +248,13 @@ class Batch:
             memory = None
             if memories is not None:
                 memory = join([memories[run.tensor][run.at] for run in group.runs])
-            # Blocks near the end of float32 are scaled by a factor that is 1 for all others: a
-            # branch would read a value.
+            # Blocks near float32's limit are scaled; for all others the factor is 1, as a branch
+            # would read a value.
             is_large = xp.astype(quantize.reach(peaks[place], memory), xp.int64)
             down = take(quantize.LARGE_DOWN.on(values), is_large)[:, None]
             factor = down if decay == 1 else down * decay
             # A tensor that no backward pass has reached sends zeros: its memory waits for a step in
-            # which it is used, as the engine's host path has it.
+            # which it is used, as in the engine's host path.
             if used is not None:
                 factor = factor * xp.astype(used[place], xp.float32)[:, None]
             coefficients = group.transform.forward(values * down)
@@ -273,7 +272,7 @@ class Batch:
                 pieces[run.tensor].append((run.at, xp.reshape(words[here], (-1,))))
                 if residual is not None:
                     residuals[run.tensor][run.at] = residual[here]
-        # The checksum is of all that comes before it: the count of clipped values goes first.
+        # The checksum covers the count of clipped values, so that is written first.
         wire = self._wire(gradients[0], pieces)
         if self.top is not None:
             counts = xp.astype(self._by_tensor(saturated), xp.int32)
@@ -282,7 +281,7 @@ class Batch:
         wire = put(wire, self.checksums.places.on(wire), sums)
         numbers = None
         if tally:
-            # Of no tensor with an element nothing is left to sum, and concat refuses an empty list.
+            # If no tensor has elements there is nothing to sum, and concat rejects an empty list.
             none = [xp.zeros(1, dtype=xp.float64, device=device_of(wire))]
             clipped = [xp.astype(count, xp.float64) for count in saturated]
             totals = [xp.sum(join(parts or none)) for parts in (energies, errors, clipped)]
@@ -302,7 +301,7 @@ class Batch:
                 for run in group.runs
             ]
             joined = records[0] if len(records) == 1 else xp.concat(records, axis=1)
-            # All ranks' records of a layout in one call, rank after rank: `add` sums in that order.
+            # All ranks' records of a layout in one call, in rank order, in which `add` sums.
             words = bits.as_int64(xp.reshape(joined, (ranks * group.blocks, layout.words)))
             decoded = group.records.decode(words, ranks=ranks)
             shape = (group.blocks * layout.bins, layout.parts)
@@ -314,8 +313,8 @@ class Batch:
             rooms.append((values, missing))
             damaged = xp.reshape(decoded.damaged, (ranks, group.blocks))
             flags.append(xp.any(damaged))
-        # A payload from any rank with a wrong header or checksum spoils the tensor on every rank,
-        # all of it: the wrong word may have been anywhere. A damaged record spoils its block.
+        # A payload from any rank with a wrong header or checksum invalidates the whole tensor on
+        # every rank: the wrong word may be anywhere. A corrupt record invalidates its block.
         spoilt = xp.any(bad, axis=0)  # [tensors]
         for (values, missing), group, tensor_of in zip(
             rooms, self.groups, self.tensor_of, strict=True
@@ -333,13 +332,13 @@ class Batch:
         return Decoded(self._finished(means), damaged)
 
     def _prepared(self, gradients: Sequence[Array]) -> Sequence[Array]:
-        """Cast to half precision, or transformed along axes, where the codec says so."""
+        """Cast to half precision, or transform along axes, if the codec does."""
         codec, xp = self.codec, namespace(gradients[0])
         if codec.half:
             gradients = [xp.astype(gradient, xp.float16) for gradient in gradients]
         if codec.transform != "axes":
             return gradients
-        # A codec over axes serves one shape, so its tensors stack.
+        # A codec over axes has a single shape, so its tensors can be stacked.
         stacked = xp.astype(xp.stack(list(gradients)), xp.float32)
         coefficients = self._along_axes(stacked, back=False)
         return [coefficients[at] for at in range(len(gradients))]
@@ -358,7 +357,7 @@ class Batch:
         return quantize.restored(self.axes.of(stacked * down, back=back), down, quantize.HIGHEST)
 
     def _blocks(self, group: _Group, gradients: Sequence[Array]) -> Array:
-        """[blocks, block] float32, the last of each run padded with zeros."""
+        """Return [blocks, block] float32, the last of each run padded with zeros."""
         like, block = gradients[0], group.layout.block
         xp = namespace(like)
         missing = [run.count * block - (run.stop - run.start) for run in group.runs]
@@ -368,20 +367,19 @@ class Batch:
             parts.append(gradients[run.tensor][run.start : run.stop])
             if lacks:
                 parts.append(zeros[:lacks])
-        # Joined in the gradients' own type, cast once: in a library that is two launches, not two
-        # for each tensor.
+        # Joined in the gradients' own dtype, then cast once: two launches in total, not per tensor.
         values = xp.astype(join(parts), xp.float32, copy=False)
         return xp.reshape(values, (group.blocks, block))
 
     def _used(self, peaks: Sequence[Array]) -> list[Array]:
-        """Return for each group, [blocks] bool, whether a block's gradient has any value."""
+        """Return for each group, [blocks] bool, whether a block's gradient has a nonzero value."""
         xp = namespace(peaks[0])
         flags = [xp.astype(peak != 0, xp.int64) for peak in peaks]
         used = self._by_tensor(flags) > 0
         return [take(used, tensor_of.on(used)) for tensor_of in self.tensor_of]
 
     def _by_tensor(self, values: Sequence[Array]) -> Array:
-        """[tensors] int64: sums of [blocks] int64 of each group."""
+        """Sum the groups' [blocks] int64 by tensor, [tensors] int64."""
         xp = namespace(values[0])
         ordered = take(join(values), self.by_tensor.on(values[0]))
         zero = xp.zeros(1, dtype=xp.int64, device=device_of(ordered))
@@ -390,10 +388,10 @@ class Batch:
         return ends[1:] - ends[:-1]
 
     def _wire(self, like: Array, pieces: Sequence[list[tuple[int, Array]]]) -> Array:
-        """Headers, records and padding of all, [words] int32."""
+        """Join headers, records and padding of all tensors, [words] int32."""
         xp = namespace(like)
         heads = self.heads.on(like)
-        # A payload is a multiple of 16 bytes: at most three words of it are padding.
+        # A payload is a multiple of 16 bytes, with at most three words of padding.
         padding = xp.zeros(3, dtype=xp.int32, device=device_of(like))
         parts = []
         for tensor, records in enumerate(pieces):
@@ -405,10 +403,10 @@ class Batch:
         return xp.concat(parts)
 
     def _damaged(self, gathered: Array) -> Array:
-        """Payloads with another header or a wrong checksum, [ranks, tensors] bool."""
+        """Find payloads with a different header or a wrong checksum, [ranks, tensors] bool."""
         xp, ranks = namespace(gathered), gathered.shape[0]
-        # Magic to settings: the words that all ranks' headers share. How many values a rank has
-        # clipped is its own.
+        # Magic to settings: the words that are equal in all ranks' headers. The number of clipped
+        # values differs.
         heads = xp.take(gathered, self.head_at.on(gathered), axis=1)
         heads = xp.reshape(heads, (ranks, len(self.sizes), _SATURATED))
         other = xp.any(heads != self.fields.on(gathered)[None], axis=2)
@@ -418,7 +416,7 @@ class Batch:
 
 @lru_cache(maxsize=64)
 def batch_of(codec: Coder, sizes: tuple[int, ...]) -> Batch:
-    """One for each codec and sizes; a step to be captured takes one that was made before."""
+    """Return the cached batch for a codec and sizes; create it before capturing a step."""
     return Batch(codec, sizes)
 
 

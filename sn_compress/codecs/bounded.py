@@ -1,10 +1,10 @@
 """Error-bounded values: no element is off by more than a bound, and zeros stay zero.
 
-Gradients may lose an element altogether and make up for it at the next step. A saved activation is
-used once, so what matters is that no error is large and that errors average out. "fixed" has 1, 2,
-4 or 8 bits per element, on a grid of each group's own, rounded at random and thus unbiased;
-"paper" is what the paper on compressed activations does (Jin et al., arXiv 2011.09017): rounded to
-nearest, predicted, entropy-coded; smaller, but biased and of a size that depends on the data.
+A gradient may drop an element completely and make up for it at the next step. A saved activation is
+used only once, so what matters is that no error is large and that errors average out. "fixed" has
+1, 2, 4 or 8 bits per element, on a grid per group, with stochastic and thus unbiased rounding;
+"paper" is the method of the paper on compressed activations (Jin et al., arXiv 2011.09017): rounded
+to nearest, predicted, entropy-coded; smaller, but biased, and its size depends on the data.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ _SMALLEST = 2.0**-100
 
 
 class BoundedCodec(frame.HostCodec):
-    """Every element within an absolute bound.
+    """Keeps every element within an absolute bound.
 
     Parameters
     ----------
     bound : largest absolute error, 2**-100 or more; may be infinite in the fixed form, whose groups
-        then have the finest grid that holds them
-    form : "fixed", of a size known before, or "paper", whose size depends on the data
-    bits : of an element, 1, 2, 4 or 8 (fixed)
-    group : elements that share a grid, a power of two from 32 to 65536 (fixed)
-    escapes : fraction of the elements there is room for as they are, 0 to 1 (fixed)
+        then have the finest grid that covers them
+    form : "fixed", whose size is known in advance, or "paper", whose size depends on the data
+    bits : per element, 1, 2, 4 or 8 (fixed)
+    group : number of elements that share a grid, a power of two from 32 to 65536 (fixed)
+    escapes : fraction of the elements that may be stored uncompressed, 0 to 1 (fixed)
     seed : int from 0 to 2**64 - 1, of the random numbers (fixed)
-    threads : that encode and decode
-    measure : whether payloads know their `energy` and `error`; off, encoding is twice as fast
+    threads : number of threads to encode and decode
+    measure : whether payloads have `energy` and `error`; without, encoding is twice as fast
 
     Notes
     -----
-    An element that no code stands for escapes: it is kept as it is, NaN and Inf too. Where the
-    fixed form has no room for it, `Payload.saturated` counts it, and only a payload in which that
-    is 0 keeps the bound everywhere; more NaN or Inf than fit make their groups NaN.
+    An element that no code can represent escapes: it is stored uncompressed, including NaN and Inf.
+    If the fixed form has no room for it, `Payload.saturated` counts it; the bound holds everywhere
+    only if that is 0. More NaN or Inf than fit make their groups NaN.
 
-    The expectation of the fixed form's `decode(encode(x))` is x, but for the rounding of float32.
-    Its errors are below the step of their group, which is the bound or finer. At one bit a group
-    with zeros and both signs has no grid: its zeros escape, or, if these are no fewer than the
-    elements of either side, most of a side.
+    The expectation of the fixed form's `decode(encode(x))` is x, up to the rounding of float32. Its
+    errors are below the step of their group, which is the bound or finer. At one bit, a group with
+    zeros and both signs has no grid: its zeros escape, or, if these are no fewer than the elements
+    of either sign, most elements of one sign.
 
     Examples
     --------
@@ -94,9 +94,10 @@ class BoundedCodec(frame.HostCodec):
         frame.check_setting(self, "measure", measure, isinstance(measure, bool), "True or False")
         self.bound, self.form, self.bits, self.group = bound, form, bits, group
         self.escapes, self.seed, self.threads, self.measure = escapes, seed, threads, measure
-        # What travels is float32: rounded down, so that no error is above what was asked for.
-        held = np.float32(bound)
-        self._bound = float(np.nextafter(held, np.float32(0)) if float(held) > bound else held)
+        # Sent as float32: rounded down, so that no error exceeds the requested bound.
+        single = np.float32(bound)
+        down = np.nextafter(single, np.float32(0))
+        self._bound = float(down if float(single) > bound else single)
         self._room = int(escapes * (2**32 - 1))
         fixed = (0, bits, group.bit_length() - 1, self._room)
         packed = _SETTINGS.pack(self._bound, *(fixed if form == "fixed" else (1, 0, 0, 0)))
@@ -108,7 +109,7 @@ class BoundedCodec(frame.HostCodec):
         return shown.replace("bound=inf", "bound=float('inf')")
 
     def room(self, n: int) -> int:
-        """Elements that may escape in a payload of n (fixed)."""
+        """Return the number of elements that may escape in a payload of n (fixed)."""
         return min(n, (n * self._room >> 32) + 1)
 
     def payload_bytes(self, n: int) -> int:
@@ -121,21 +122,21 @@ class BoundedCodec(frame.HostCodec):
         return frame.framed_bytes(at[-1])
 
     def _parts(self, n: int) -> tuple[list[int], str]:
-        """Where bases, count, positions, values, steps and codes begin, and the end."""
+        """Return offsets of bases, count, positions, values, steps and codes, and the end."""
         ng, room = codes.bucket_count(n, self.group), self.room(n)
         kind = "<u4" if n < 2**32 else "<u8"
         sizes = [4 * ng, 8, int(kind[2]) * room, 4 * room, 2 * ng, codes.packed_bytes(n, self.bits)]
-        # Python's integers: 8 bytes for each of 2**48 elements and more are within the format.
+        # Python integers: the format allows 8 bytes for each of 2**48 elements and more.
         return [0, *np.cumsum(sizes, dtype=object)], kind
 
     def quantise(self, values: npt.ArrayLike, *, step: int = 0) -> groups.Grids | lorenzo.Stream:
-        """Codes and escapes of [n], without a payload around them: for keeping, not for sending.
+        """Return codes and escapes of [n] without a payload: for storage, not for sending.
 
-        All escapes are there, however many; nothing is clipped.
+        Includes all escapes, however many; nothing is clipped.
         """
         if self.form == "paper":
             return lorenzo.pack(frame.as_floats(values), self._bound)
-        # Floats of two bytes are read as they are; uint16 are the bits of bfloat16.
+        # Two-byte floats are read directly; uint16 are the bits of bfloat16.
         narrow = isinstance(values, np.ndarray) and values.dtype in (np.float16, np.uint16)
         array = np.asarray(values) if narrow else frame.as_floats(values)
         key = groups.keys(self.seed, step)
@@ -171,7 +172,7 @@ class BoundedCodec(frame.HostCodec):
     def _seal_fixed(self, array: Floats, grids: groups.Grids) -> Payload:
         n, room = array.size, self.room(array.size)
         at, lost, saturated = grids.at, grids.values, 0
-        if at.size > room:  # the size is fixed: some are left at the ends of their grids
+        if at.size > room:  # the size is fixed: the others are clipped to the ends of their grids
             at, lost, saturated = _crowd_out(grids, self.group, room)
         positions, values = np.zeros(room, np.int64), np.zeros(room, np.float32)
         positions[: at.size], values[: at.size] = at, lost
@@ -194,20 +195,20 @@ class BoundedCodec(frame.HostCodec):
             np.frombuffer(stream.coded, np.uint8),
         ]
         body = np.concatenate(parts)
-        # Not frame.seal, which asks for the size in advance.
+        # Not frame.seal, which needs to know the size in advance.
         buffer = np.zeros(frame.framed_bytes(body.size), np.uint8)
         buffer[HEADER_BYTES : HEADER_BYTES + body.size] = body
         payload = Payload.seal(buffer, codec_id=self.codec_id, n=array.size, settings=self.settings)
         return self._measured(payload, array)
 
     def _measured(self, payload: Payload, array: Floats) -> Payload:
-        # Decoded for it, which takes as long as encoding does without.
+        # Decodes the payload, which takes as long as encoding.
         losses = frame.losses(array, self._decode(payload)) if self.measure else (None, None)
         return replace(payload, energy=losses[0], error=losses[1])
 
     def _decode_mean(self, payloads: Sequence[Payload]) -> Floats:
         n = frame.check_payloads(self, payloads, fixed_size=self.form == "fixed")
-        if len(payloads) == 1:  # a sum from 0 on would lose the signs of zeros
+        if len(payloads) == 1:  # summing from 0 would lose the signs of zeros
             return self._decode(payloads[0])
         return frame.mean((self._decode(payload) for payload in payloads), n, len(payloads))
 
@@ -216,8 +217,8 @@ class BoundedCodec(frame.HostCodec):
         if self.form == "paper":
             size, count = _COUNTS.unpack(frame.read(body, 0, 16, "u1").tobytes().ljust(16, b"\0"))
             end = 16 + 12 * count + size
-            # Deflate makes at most 1032 bytes of one (a run of 258 in two bits), and each element
-            # is a symbol of a byte: so n is bounded by the bytes at hand.
+            # Deflate expands a byte to at most 1032 (a run of 258 in two bits), and each element is
+            # a symbol of one byte: so n is bounded by the actual bytes.
             if not body.size - 16 < end <= body.size or n > 1032 * size:
                 raise PayloadError(
                     f"{size} bytes of symbols and {count} escapes for {n} elements do not fill a "
@@ -237,7 +238,7 @@ class BoundedCodec(frame.HostCodec):
             out = self._values(bases, steps, body[codes_at:end], n)
             at = frame.read(body, at_at, count, kind)
             values = frame.read(body, values_at, count, "<f4")
-        # Strictly, so that no position comes twice; each is then below the last, which is checked.
+        # Strictly ascending, so that no position repeats; then only the last needs a range check.
         if count and (int(at[-1]) >= n or not (at[1:] > at[:-1]).all()):
             raise PayloadError(
                 f"positions of escaped elements do not ascend strictly below {n}: it is damaged"
@@ -257,7 +258,7 @@ def _crowd_out(
     at, lost = grids.at, grids.values
     finite = np.isfinite(lost)
     if (~finite).sum() > room:
-        # Codes stand for finite numbers only: without an escape a NaN would become one.
+        # Codes represent only finite numbers: without an escape a NaN would become one.
         broken = np.unique(at[~finite] // group)
         grids.bases[broken] = np.nan
         grids.steps[broken] = _NAN_STEP

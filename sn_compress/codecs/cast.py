@@ -1,8 +1,9 @@
-"""Half or a quarter of the bytes: every element as float16, bfloat16 or float8, rounded to nearest.
+"""Casts every element to float16, bfloat16 or float8, rounded to nearest.
 
 Not much of a compressor, but the baseline that any other has to beat in time: no selection, and
-hardware that converts it. float16 has three more bits of precision; bfloat16 has the range of
-float32. float8 (e4m3, a scale for each 256 elements) is off by up to a sixteenth, and remembers it.
+hardware support for conversion. float16 has three more bits of precision; bfloat16 has the range of
+float32. float8 (e4m3, a scale per 256 elements) is off by up to a sixteenth, and has an error
+memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from .base import Bytes, Floats, Payload
 
 
 class CastCodec(frame.HostCodec):
-    """Elements as floats of 16 or 8 bits.
+    """Sends elements as 16- or 8-bit floats.
 
     Parameters
     ----------
@@ -26,11 +27,11 @@ class CastCodec(frame.HostCodec):
 
     Notes
     -----
-    Unlike the other codecs, NaN and Inf travel each as itself, element by element; "fp8" has no
-    Inf, and sends NaN. Beyond the largest number of the format, 65504 for "fp16", values become Inf
-    as in any cast, which a loss scaler sees; `Payload.saturated` counts them. The relative error
-    is at most 2**-11 for "fp16" from 2**-14 up, 2**-8 for "bf16" from 2**-126 up, and 2**-4 for
-    "fp8" from the largest of 256 elements down to a 2**15th of it.
+    Unlike in other codecs, NaN and Inf are preserved element by element; "fp8" has no Inf, and
+    sends NaN. Values beyond the largest number of the format, 65504 for "fp16", become Inf as in
+    any cast, which a loss scaler detects; `Payload.saturated` counts them. The relative error is at
+    most 2**-11 for "fp16" above 2**-14, 2**-8 for "bf16" above 2**-126, and 2**-4 for "fp8" above
+    2**-15 times the largest of 256 elements.
 
     Examples
     --------
@@ -53,18 +54,18 @@ class CastCodec(frame.HostCodec):
 
     @property
     def basis(self) -> dict[str, Any]:
-        """Whether there is a state at all."""
+        """The dtype, which decides whether there is a state."""
         return {"dtype": self.dtype}
 
     def payload_bytes(self, n: int) -> int:
         return frame.framed_bytes(self.cast.nbytes(self.cast.padded(n)))
 
     def new_state(self, n: int) -> frame.State:
-        """What rounding to "fp8" has lost, [n] float32; with 16 bits nothing at all."""
+        """Return the memory of "fp8", [n] float32 zeros; with 16 bits there is none."""
         return super().new_state(n) if self.remembers else []
 
     def dump_state(self, state: frame.State, n: int) -> dict[str, Any]:
-        # The exchange of casts keeps the memory where its bucket lies, which may be a GPU.
+        # The exchange of casts keeps the memory on the device of its bucket, which may be a GPU.
         return super().dump_state([to_host(part) for part in state], n)
 
     def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
@@ -73,7 +74,7 @@ class CastCodec(frame.HostCodec):
         words = self.cast.encode(np.pad(array, (0, self.cast.padded(array.size) - array.size)))
         decoded = self._values(words, array.size)
         frame.remember(state, array, decoded)
-        # Finite numbers that became Inf; of "fp8" none can, as its scales follow the largest.
+        # Finite numbers that became Inf; not possible in "fp8", whose scales fit the largest.
         saturated = int(np.count_nonzero(np.isfinite(array) & ~np.isfinite(decoded)))
         losses = frame.losses(array, decoded)
         return frame.seal(self, array.size, [words], losses, saturated)

@@ -1,14 +1,14 @@
 """FFT sparsification: keep the largest coefficients of the gradient's spectrum.
 
 The vector is cut into blocks, each block is transformed, the fraction `theta` of smallest bins
-is dropped, the rest travels as range-based N-bit floats with packed positions (Wang, Wu, Zhao,
+is dropped, and the rest is sent as range-based N-bit floats with packed positions (Wang, Wu, Zhao,
 Dongarra et al., "FFT-based Gradient Sparsification for the Distributed Training of Deep Neural
 Networks", HPDC 2020, arXiv 1811.08596). The paper transforms the whole vector at once
-(`block=None`); blocks of 4096 stay in the cache and run on all cores, and may be cut into spans of
-their own FFTs. A fixed FFT is right for smooth gradients only, so the transform is a setting.
+(`block=None`); blocks of 4096 stay in the cache and run on all cores, and may be cut into spans
+with separate FFTs. A fixed FFT suits only smooth gradients, so the transform is a setting.
 
-The memory of what was dropped is kept in coefficients. The transforms are linear, so adding
-there is adding the values, and encoding needs no inverse transform.
+The error memory is kept in coefficients. The transforms are linear, so adding coefficients is
+adding values, and encoding needs no inverse transform.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from .fft_settings import (
 )
 
 PAPER = {"block": None, "positions": "bitmap", "half": True}
-"""Settings that make the codec the paper's: fp16 in, one transform, bitmap positions."""
+"""The paper's settings: fp16 input, one transform, bitmap positions."""
 
 OptimizerState = list[Floats]
 MOST_BINS = 2**32 - 1
-"""Bins of one record: positions are 32 bits wide, on every back end."""
-_LENGTHS_KNOWN = 4096  # vectors of more different lengths are cut anew, not remembered
+"""Maximum bins of one record: positions are 32 bits wide, on every back end."""
+_LENGTHS_KNOWN = 4096  # cached vector lengths
 
 
 class FFTCodec(Codec):
@@ -60,7 +60,7 @@ class FFTCodec(Codec):
     theta : float in [0, 1), fraction of the bins dropped; every block keeps at least one
     block : power of two from 32 to 2**20, or None for one transform over the whole vector
     span : elements of each FFT within a block, a power of two from 32 to `block`; None for one FFT
-        of the block. The bins kept are the strongest of the block either way
+        per block. The bins kept are the strongest of the block in either case
     bits, mantissa : format of the kept values, see RangeFloat; N = 4..16
     positions : "elias-fano" or "bitmap"
     values : "range"; "fp16", half precision scaled per block; "sign", one bit and a mean per
@@ -70,9 +70,9 @@ class FFTCodec(Codec):
         `Payload.saturated`
     half : cast the input to float16 first, as the paper does
     transform : "fft", "dct", "hadamard", "identity" (plain top-k), or "axes", a DCT over the
-        tensor's axes `axes` before plain top-k: for kernels over height and width
-    shape, axes : the tensor's shape and the axes transformed, for transform="axes"
-    threads : threads for encode and decode; no effect on the result
+        tensor's axes `axes` before plain top-k, e.g. height and width of kernels
+    shape, axes : the tensor's shape and the transformed axes, for transform="axes"
+    threads : number of threads for encode and decode; no effect on the result
 
     Examples
     --------
@@ -103,7 +103,7 @@ class FFTCodec(Codec):
         axes: Sequence[int] | None = None,
         threads: int = 1,
     ) -> None:
-        # Tuples, so that a list of the same numbers makes the same payloads: their text is hashed.
+        # Tuples, so that lists produce the same payloads: the repr is hashed.
         shape, axes = (None if sides is None else tuple(sides) for sides in (shape, axes))
         self.theta, self.block, self.span = theta, block, span
         self.bits, self.mantissa = bits, mantissa
@@ -112,14 +112,15 @@ class FFTCodec(Codec):
         self.transform, self.shape, self.axes = transform, shape, axes
         check_settings(self)
         self._within = blockwise(self)
-        self._rounds_blocks = half and transform != "axes"  # else before the transform
+        self._rounds_blocks = half and transform != "axes"  # "axes" rounds before the transform
         self._blockwise = spectrum.transform(self._within, span)
-        # Fixed point, so that every rank, language and device counts the same bins; what travels is
-        # these 32 bits. Below 1, or a block would keep no bin at all.
+        # Fixed point, so that every rank, language and device counts the same bins; these 32 bits
+        # are sent. Below 1, or a block would keep no bin.
         self._dropped_q32 = min(int(theta * 2**32), 2**32 - 1)
         self.settings = pack_settings(self, self._dropped_q32)
-        # One FFT longer than `spectrum.LONGEST` is a library's, whose last bits are its own. A
-        # short last block of such a vector carries the version, too: settings say it, not n.
+        # FFTs longer than `spectrum.LONGEST` are computed by a library, with different last bits. A
+        # short last block of such a vector has this version as well: it follows from settings, not
+        # n.
         length = None if block is None else spectrum.span_length(span, block)
         if transform == "fft" and (length is None or length > spectrum.LONGEST):
             self.version = 3
@@ -131,15 +132,15 @@ class FFTCodec(Codec):
         return f"FFTCodec({', '.join(f'{name}={getattr(self, name)!r}' for name in names)})"
 
     def at(self, theta: float) -> FFTCodec:
-        """Return the codec with another theta; its memories are of the same kind."""
+        """Return the codec with another theta, which can use the same memories."""
         names = inspect.signature(FFTCodec.__init__).parameters
         settings = {name: getattr(self, name) for name in names if name != "self"}
         return FFTCodec(**settings | {"theta": theta})
 
     @property
     def basis(self) -> dict[str, Any]:
-        """The settings that say what a coefficient is."""
-        # Without spans it is what it was before there were any, so that states saved then load.
+        """The settings that define a coefficient."""
+        # Without spans it is the same as before spans existed, so that old saved states load.
         spans = {} if self.span is None else {"span": self.span}
         return {
             "block": self.block,
@@ -150,25 +151,25 @@ class FFTCodec(Codec):
         }
 
     def kept(self, bins: int) -> int:
-        """How many of a block's bins travel."""
+        """Return the number of a block's bins that are kept."""
         return bins - (bins * self._dropped_q32 >> 32)
 
     def sections(self, n: int) -> list[Section]:
-        """How n elements are cut, see fft_settings.cut."""
+        """Return how n elements are divided; see fft_settings.cut."""
         if n not in self._sections_of:
             if self.shape is not None and math.prod(self.shape) != n:
                 raise CompressError(
                     f"{n} elements do not fill shape {self.shape}; expected "
                     f"{math.prod(self.shape)}. A codec over axes serves one tensor shape."
                 )
-            # An n comes from a header, too, so what is remembered has to be bounded.
+            # n may come from a header, so the cache has to be bounded.
             if len(self._sections_of) >= _LENGTHS_KNOWN:
                 self._sections_of.clear()
             self._sections_of[n] = cut(n, self.block, self._one_block, self._layout)
         return self._sections_of[n]
 
     def _one_block(self, n: int) -> int:
-        if self.transform == "hadamard":  # of a power of two alone
+        if self.transform == "hadamard":  # needs a power of two
             return 1 << (n - 1).bit_length()
         return spectrum.fast_length(n)
 
@@ -188,9 +189,9 @@ class FFTCodec(Codec):
         return HEADER_BYTES + -(-4 * words // 16) * 16
 
     def new_state(self, n: int, *, like: Any = None) -> OptimizerState:
-        """Zero memory: the residual's coefficients, [blocks, bins * parts] float32 per section.
+        """Return zero memory: the residual's coefficients, [blocks, bins * parts] per section.
 
-        It lies on the device of the vector `like`, if one is given; see place_state.
+        On the device of the vector `like`, if there is one; see place_state.
         """
         if like is not None and _cuda.takes(like):
             from . import _fft_cuda
@@ -201,7 +202,7 @@ class FFTCodec(Codec):
         return [np.zeros(section.memory_shape, np.float32) for section in self.sections(n)]
 
     def state_to_values(self, state: OptimizerState, n: int) -> Floats:
-        """The memory as the vector it stands for, [n] float32."""
+        """Convert the memory to a residual, [n] float32."""
         out = np.empty(n, np.float32)
         # Copies, as an inverse transform may overwrite its argument.
         for section, memory in zip(self.sections(n), batched.memory_on_host(state), strict=True):
@@ -211,7 +212,7 @@ class FFTCodec(Codec):
     def place_state(self, state: OptimizerState, like: Any) -> OptimizerState:
         """Move the state to the device of the vector, as CuPy arrays if kernels encode it.
 
-        Nothing is copied if it is there already.
+        Nothing is copied if it is already there.
         """
         if _cuda.takes(like):
             from . import _fft_cuda
@@ -227,7 +228,7 @@ class FFTCodec(Codec):
         return super().dump_state(batched.memory_on_host(state), n)
 
     def values_to_state(self, values: npt.ArrayLike) -> OptimizerState:
-        """The memory that stands for a vector; inverse of state_to_values."""
+        """Convert a residual to a memory; inverse of state_to_values."""
         array = self._to_axes(as_vector(values))
         return [
             self._blockwise.forward(section.blocks(array, 0, section.count))
@@ -240,15 +241,15 @@ class FFTCodec(Codec):
         """Encode [n] float32, float16 or bfloat16; see Codec.encode.
 
         `decay` scales the memory before it is added. A block with NaN or Inf decodes to NaN, so
-        that every rank sees it, and leaves its memory as it was. CuPy arrays and CUDA tensors are
-        encoded where they are, see _fft_cuda.py.
+        that every rank sees it, and leaves its memory unchanged. CuPy arrays and CUDA tensors are
+        encoded on their device, see _fft_cuda.py.
         """
         if on_cuda(values):
             from . import _fft_cuda
 
             return _fft_cuda.encode(self, values, state, decay)
         array = as_vector(values)
-        # payload_bytes raises for a shape that does not fit; nothing of the size of n exists yet.
+        # payload_bytes raises for a shape that does not fit, before anything of size n exists.
         buffer = np.empty(self.payload_bytes(array.size), np.uint8)
         return self.encode_into(buffer, array, state=state, decay=decay)
 
@@ -265,7 +266,7 @@ class FFTCodec(Codec):
             )
         array = self._to_axes(array, self.half)
         words = buffer[HEADER_BYTES:].view("<u4")
-        # Records are written whole, padding is not, and the buffer may hold another step's bytes.
+        # Records are written completely, padding is not: the buffer may contain another step's.
         words[sum(s.count * s.layout.words for s in self.sections(n)) :] = 0
         memories = self._check_state(state, n)
         top = self._fixed_top(array, memories, decay)
@@ -284,12 +285,12 @@ class FFTCodec(Codec):
             rows, layout = records[first:last], section.layout
             return self._within, part, held, rows, layout, decay, top, self.span
 
-        # Chunks of blocks that fit a second-level cache, taken by threads from one queue. Each has
-        # its own rows of memory and words, so which thread takes it changes no bit.
+        # Chunks of blocks that fit the L2 cache, taken by threads from a queue. Each has its own
+        # rows of memory and words, so the result does not depend on which thread takes it.
         def work(places: Iterator[int]) -> list[Tally]:
             return [encode_blocks(*arguments(*chunks[place])) for place in places]
 
-        if self.threads < 2:  # a generator less between a seam and its arithmetic
+        if self.threads < 2:  # saves a generator in the call stack
             tallies = [encode_blocks(*arguments(*chunk)) for chunk in chunks]
         else:
             shares = parallel(work, range(len(chunks)), self.threads)
@@ -320,7 +321,7 @@ class FFTCodec(Codec):
     def _fixed_top(
         self, array: npt.NDArray[Any], memories: Sequence[Floats | None], decay: float
     ) -> int | None:
-        """The end of the range that all blocks share, None where each has its own."""
+        """Return the end of the range shared by all blocks; None if each has its own."""
         if self.window != "payload":
             return fixed_top(self)
         # One range for all blocks needs the largest of all first: every block is transformed twice,
@@ -328,7 +329,7 @@ class FFTCodec(Codec):
         highest = 0
         for section, memory in zip(self.sections(array.size), memories, strict=True):
             blocks = section.blocks(array, 0, section.count, self._rounds_blocks)
-            # As blocks near the end of float32 are encoded: over 2**40, their tops 40 octaves up.
+            # Blocks near float32's limit are encoded over 2**40: add 40 octaves to their tops.
             is_large = quantize.is_large(blocks, memory)
             down = np.where(is_large, np.float32(2.0**-quantize.LARGE_SHIFT), np.float32(1))[
                 :, None
@@ -339,15 +340,15 @@ class FFTCodec(Codec):
                     part += memory * (np.float32(decay) * down)
             peaks = quantize.peak_bits(part)
             tops = quantize.window_top(peaks, self.mantissa) + quantize.LARGE_OCTAVES * is_large
-            # A block that is not finite has no top: it travels as NaN, whatever the range is.
+            # A block that is not finite has no top: it is sent as NaN, whatever the range.
             highest = int(tops[peaks <= quantize.MAX_FINITE].max(initial=highest))
         return highest
 
     def decode_mean(self, payloads: Sequence[Payload]) -> Floats:
-        """The mean of the vectors, [n] float32: one inverse transform, however many payloads.
+        """Return the mean, [n] float32; one inverse transform for any number of payloads.
 
-        Raises PayloadError if a payload was made by another codec, with other settings or for
-        another n, or is damaged.
+        Raises PayloadError if a payload is from another codec, has other settings or another n, or
+        is corrupt.
         """
         n = frame.check_payloads(self, payloads)
         if on_cuda(payloads[0].buffer):
@@ -367,7 +368,7 @@ class FFTCodec(Codec):
                 f"decoding {n} elements into an array of shape {out.shape} and dtype {out.dtype}; "
                 f"expected ({n},) and float32, contiguous"
             )
-        # Coefficients of all payloads are added, in the order of ranks, before one transform back.
+        # Sum the coefficients of all payloads, in order, before a single inverse transform.
         weight, bodies = 1.0 / len(payloads), [payload.body.view("<u4") for payload in payloads]
         calls = [
             (
@@ -390,7 +391,7 @@ class FFTCodec(Codec):
         if self.threads > 1:
             parallel(work, range(len(calls)), self.threads)
         else:
-            # Not by `work`: from a seam to the arithmetic of a tensor are six calls at most.
+            # Not through `work`: it would add a call to the stack (tests/frame/test_ddp_step.py).
             for section, first, parts, room in calls:
                 layout = section.layout
                 section.put(
@@ -415,7 +416,7 @@ class FFTCodec(Codec):
         return self._along_axes(scipy.fft.idctn, tensor)
 
     def _along_axes(self, transform: Any, tensor: Floats) -> Floats:
-        # Of sums of a whole tensor, as of those of a block: see `quantize` on large blocks.
+        # Sums over a whole tensor may overflow like those of a block: see `quantize`, large blocks.
         if not quantize.is_large(tensor.reshape(1, -1)).any():
             return transform(tensor, axes=self.axes, norm="ortho").reshape(-1)  # type: ignore[no-any-return]
         lowered = tensor * np.float32(2.0**-quantize.LARGE_SHIFT)

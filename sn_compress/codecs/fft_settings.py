@@ -1,4 +1,4 @@
-"""The settings of FFTCodec: which are legal, and their 12 bytes in a payload's header."""
+"""FFTCodec's settings: validation, their 12 bytes in a payload's header, and sections."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def check_settings(codec: Coder) -> None:
-    """Raise CompressError for the first setting that is not as FFTCodec describes it."""
+    """Raise CompressError for the first setting that is not as documented in FFTCodec."""
     theta, block, span, window = codec.theta, codec.block, codec.span, codec.window
     fraction = isinstance(theta, (int, float)) and 0 <= theta < 1
     _check("theta", theta, fraction, "a fraction from 0 (keep all) to below 1")
@@ -53,24 +53,24 @@ def check_settings(codec: Coder) -> None:
     _check("threads", threads, isinstance(threads, int) and threads >= 1, "at least 1")
     if codec.values == "range":
         quantize.check_format(codec.bits, codec.mantissa)
-    else:  # scales of the other codes are their blocks' own
+    else:  # the other formats have a scale per block
         _check("window", window, window == "block", f'"block" with values={codec.values!r}')
     _check_axes(codec.transform, codec.shape, codec.axes)
 
 
 def pack_settings(codec: Coder, dropped_q32: int) -> bytes:
-    """What a decoder has to know, as in docs/format.md."""
+    """Return what a decoder needs to know; see docs/format.md."""
     coders = (
         _POSITIONS.index(codec.positions)
         | _VALUES.index(codec.values) << 1
         | _TRANSFORMS.index(codec.transform) << 4
     )
-    # Any number of sides in four bytes: ranks need only notice that theirs are others.
+    # A hash of any number of sides in four bytes: ranks only need to detect a difference.
     last = codec.span or 0
     if codec.transform == "axes":
         last = zlib.crc32(repr((codec.shape, codec.axes)).encode())
-    # Bits that the values do not use are 0, so that codecs which write the same bytes have the same
-    # settings: a decoder compares them all.
+    # Unused fields are 0, so that codecs that write the same bytes have the same settings: a
+    # decoder compares all of them.
     bits, mantissa = (codec.bits, codec.mantissa) if codec.values == "range" else (0, 0)
     log2_block = 0 if codec.block is None else codec.block.bit_length() - 1
     return _SETTINGS.pack(dropped_q32, log2_block, bits, mantissa, coders, last)
@@ -100,8 +100,8 @@ def _check_axes(
 
 Floats = npt.NDArray[np.float32]
 
-CHUNK = 1 << 18  # elements worked on at a time: 1 MiB, inside a core's second-level cache
-_SMALLEST = 32  # elements of a block: what every back end takes
+CHUNK = 1 << 18  # elements processed at a time: 1 MiB, which fits a core's L2 cache
+_SMALLEST = 32  # elements of the smallest block, which every back end supports
 HEADER_WORDS = HEADER_BYTES // 4
 
 
@@ -116,26 +116,26 @@ class Section:
     words_at: int  # offset in the body, 32-bit words
 
     def records(self, body: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
-        """The section's part of a body, [count, layout.words]; a view."""
+        """Return a view of the section's part of a body, [count, layout.words]."""
         end = self.words_at + self.count * self.layout.words
         return body[self.words_at : end].reshape(self.count, self.layout.words)
 
     @property
     def memory_shape(self) -> tuple[int, int]:
-        """Of the memory: the coefficients of each block, [blocks, bins * parts]."""
+        """Shape of the memory: the coefficients of each block, [blocks, bins * parts]."""
         return self.count, self.layout.bins * self.layout.parts
 
     def chunks(self) -> range:
-        """First blocks of the pieces to work on at a time."""
+        """Return the first blocks of the chunks to process."""
         return range(0, self.count, self.chunk)
 
     @property
     def chunk(self) -> int:
-        """Blocks worked on at a time."""
+        """Number of blocks processed at a time."""
         return max(1, CHUNK // self.layout.block)
 
     def blocks(self, array: npt.NDArray[Any], first: int, last: int, half: bool = False) -> Floats:
-        """Blocks first..last as [blocks, block] float32; copied only to cast, round or pad.
+        """Return blocks first..last as [blocks, block] float32; copies only to cast, round or pad.
 
         half : whether to round them to half precision
         """
@@ -144,7 +144,7 @@ class Section:
         part = part.astype(np.float32, copy=False)
         if part.size == (last - first) * block:
             return (quantize.through_half(part) if half else part).reshape(last - first, block)
-        # The last block only: all others are views of the vector if it is float32.
+        # Only the last block is padded: all others are views of the vector if it is float32.
         padded = np.zeros((last - first) * block, np.float32)
         if half:
             quantize.through_half(part, padded[: part.size])
@@ -153,7 +153,7 @@ class Section:
         return padded.reshape(last - first, block)
 
     def room(self, out: Floats, first: int, last: int) -> Floats:
-        """Where to write blocks first..last: [blocks, block], in `out` itself if all are full."""
+        """Return an array for blocks first..last, [blocks, block]: a view of `out` if all full."""
         block = self.layout.block
         start, stop = self.start + first * block, self.start + last * block
         if stop > self.stop:
@@ -161,9 +161,9 @@ class Section:
         return out[start:stop].reshape(last - first, block)
 
     def put(self, blocks: Floats, out: Floats, first: int) -> None:
-        """Write blocks that begin with the section's block `first` into the vector `out`.
+        """Write blocks, starting with the section's block `first`, to the vector `out`.
 
-        Nothing to do for what `room` gave of `out` itself.
+        Does nothing for views of `out` from `room`.
         """
         if np.may_share_memory(blocks, out):
             return
@@ -175,13 +175,13 @@ class Section:
 def cut(
     n: int, block: int | None, one_block: Callable[[int], int], layout: Callable[[int], Layout]
 ) -> list[Section]:
-    """Sections of n elements: full blocks, then the rest padded to a power of two.
+    """Divide n elements into sections: full blocks, then the rest padded to a power of two.
 
     block : size of the full blocks, or None for one block of `one_block(n)` elements
-    layout : gives the layout of a block of some size
+    layout : returns the layout of a block of a given size
     """
-    # At most two sections, as a launch and a record's layout are of one length: all full blocks,
-    # and a shorter one with what is left, which is not padded to a full block's bytes.
+    # At most two sections, as launches and layouts are for one block length: all full blocks, and a
+    # shorter one with the rest, so that it is not padded to a full block's bytes.
     cuts, start = [], 0
     if block and n >= block:
         start = n // block * block
@@ -197,7 +197,7 @@ def cut(
 
 
 class Coder(Protocol):
-    """What modules that FFTCodec imports use of it."""
+    """The part of FFTCodec's interface used by the modules that it imports."""
 
     codec_id: int
     version: int
@@ -229,22 +229,22 @@ class Coder(Protocol):
 
 
 def header(codec: Coder, n: int) -> bytes:
-    """The part of the header that follows from codec and size."""
+    """Return the part of the header that depends on codec and size only."""
     return struct.pack("<2sBBQ", MAGIC, codec.version, codec.codec_id, n) + codec.settings
 
 
 def used_words(codec: Coder, n: int) -> int:
-    """Words of a payload, but for its padding."""
+    """Return the number of words of a payload without its padding."""
     return HEADER_WORDS + sum(s.count * s.layout.words for s in codec.sections(n))
 
 
 def fixed_top(codec: Coder) -> int | None:
-    """The end of a range that is given as a number, upper half of a float32; else None."""
+    """Return the end of a range given as a number, upper half of a float32; else None."""
     if isinstance(codec.window, str):
         return None
     return int(quantize.window_top(np.float32(codec.window).view(np.uint32), codec.mantissa))
 
 
 def blockwise(codec: Coder) -> str:
-    """The transform of blocks: along axes they hold coefficients already."""
+    """Return the transform within blocks: "identity" for "axes", which transforms beforehand."""
     return "identity" if codec.transform == "axes" else codec.transform

@@ -1,8 +1,8 @@
-"""What codecs of NumPy arrays have in common: settings, payloads, memories, the way off a GPU.
+"""Shared parts of codecs for NumPy arrays: settings, payloads, memories, copies from a GPU.
 
 FFTCodec has array code and CUDA kernels; all other codecs are a HostCodec. The payload of a tensor
-on a GPU is a CuPy array there, as FFTCodec's is. Decoding knows by that where its result belongs,
-and by `Payload.framework` whether as a torch tensor or a CuPy array. Memories stay on the host.
+on a GPU is a CuPy array there, as for FFTCodec. This tells decoding where the result belongs, and
+`Payload.framework` whether it is a torch tensor or a CuPy array. Memories stay on the host.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from ..errors import CompressError, PayloadError
 from .base import ALIGN, HEADER_BYTES, SETTINGS_BYTES, Bytes, Codec, Floats, Payload, as_vector
 from .registry import CODECS
 
-# Elements whose norms are summed at a time: fewer than a BLAS starts threads for in a dot product.
+# Elements whose norms are summed at a time: few enough that a BLAS dot product starts no threads.
 _PIECE = 1 << 13
 
 State = list[npt.NDArray[Any]]
-"""The memory of a codec: arrays, changed in place, so that they copy and save as they are."""
+"""The memory of a codec: arrays, updated in place, which can be copied and saved directly."""
 
 
 def check_setting(owner: object, name: str, got: object, ok: bool, expected: str) -> None:
@@ -42,7 +42,7 @@ def check_int(owner: object, name: str, got: object, low: int, high: int, expect
 
 
 def is_int(value: object, low: int, high: int) -> bool:
-    """Whether `value` is an integer from low to high; True and False are none here."""
+    """Whether `value` is an integer from low to high, not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
 
 
@@ -52,18 +52,18 @@ def fraction(value: object, low: float, high: float) -> bool:
 
 
 def show(codec: object, *names: str) -> str:
-    """The call that makes this codec."""
+    """Return the call that creates this codec."""
     values = ", ".join(f"{name}={getattr(codec, name)!r}" for name in names)
     return f"{type(codec).__name__}({values})"
 
 
 def framed_bytes(body: int) -> int:
-    """Size of a payload with `body` bytes behind its header."""
+    """Return the size of a payload with `body` bytes after its header."""
     return HEADER_BYTES + -(-body // ALIGN) * ALIGN
 
 
 def as_floats(values: npt.ArrayLike) -> Floats:
-    """A vector of a legal type as float32; not a copy if it is float32 already."""
+    """Return a vector of a legal type as float32, without a copy if it already is."""
     return as_vector(values).astype(np.float32, copy=False)
 
 
@@ -74,8 +74,8 @@ def seal(
     losses: tuple[float, float],
     saturated: int = 0,
 ) -> Payload:
-    """Put the parts of a body, little-endian arrays, side by side behind a header."""
-    # Zeros: what parts do not fill, up to a multiple of 16 bytes, travels and enters the checksum.
+    """Concatenate the parts of a body, little-endian arrays, after a header."""
+    # Zeros: padding up to a multiple of 16 bytes is sent and enters the checksum.
     buffer = np.zeros(codec.payload_bytes(n), np.uint8)
     at = HEADER_BYTES
     for part in parts:
@@ -90,18 +90,18 @@ def seal(
 
 
 def read(body: Bytes, at: int, count: int, dtype: str) -> npt.NDArray[Any]:
-    """`count` numbers of a body from byte `at`, as a copy (bytes need not be aligned)."""
+    """Copy `count` numbers from byte `at` of a body (bytes need not be aligned)."""
     size = count * np.dtype(dtype).itemsize
     return np.frombuffer(body[at : at + size].tobytes(), dtype)
 
 
 def settings(data: bytes) -> bytes:
-    """A codec's settings filled up to the length the header has for them."""
+    """Pad a codec's settings to their length in the header."""
     return data.ljust(SETTINGS_BYTES, b"\0")
 
 
 def check_payloads(codec: Codec, payloads: Sequence[Payload], *, fixed_size: bool = True) -> int:
-    """The number of elements that all payloads share, if they are of this codec and size.
+    """Check that payloads are of this codec and equal size; return their number of elements.
 
     fixed_size : whether the size follows from settings and n; else the codec checks it itself
     """
@@ -115,8 +115,8 @@ def check_payloads(codec: Codec, payloads: Sequence[Payload], *, fixed_size: boo
                 f"expected codec {codec.codec_id} with {codec.settings.hex()}. Decode with the "
                 "settings it was encoded with, on every rank."
             )
-        # What the settings give for the header's n is compared with the bytes at hand before
-        # anything of that size is allocated: n comes from a peer, and a CRC stops no forger.
+        # Compare the size that follows from the header's n with the actual bytes before allocating
+        # anything of that size: n comes from a peer, and a CRC does not stop a forger.
         try:
             size = codec.payload_bytes(payload.n) if fixed_size else payload.nbytes
         except CompressError as reason:
@@ -130,9 +130,9 @@ def check_payloads(codec: Codec, payloads: Sequence[Payload], *, fixed_size: boo
 
 
 def mean(parts: Iterable[Floats], n: int, count: int) -> Floats:
-    """Mean of `count` vectors, added in the order of `parts`, [n] float32."""
+    """Return the mean of `count` vectors, summed in the order of `parts`, [n] float32."""
     out = np.zeros(n, np.float32)
-    # Weighted before they are added: numbers near float32's end do not overflow on the way.
+    # Weighted before they are added, so that numbers near float32's limit do not overflow.
     weight = np.float32(1 / count)
     with np.errstate(all="ignore"):
         for part in parts:
@@ -143,8 +143,8 @@ def mean(parts: Iterable[Floats], n: int, count: int) -> Floats:
 def losses(values: Floats, decoded: Floats) -> tuple[float, float]:
     """Return the squared norms of input and error, over what decodes to finite numbers."""
     energy = error = 0.0
-    # In pieces that stay in the cache: whole float64 copies take longer than many a codec. In
-    # float64, as squares of gradients below 1e-23 are zero in float32.
+    # In pieces that fit the cache: whole float64 copies take longer than many codecs. In float64,
+    # as squares of gradients below 1e-23 are zero in float32.
     for start in range(0, values.size, _PIECE):
         got = decoded[start : start + _PIECE].astype(np.float64)
         finite = np.isfinite(got)
@@ -156,7 +156,7 @@ def losses(values: Floats, decoded: Floats) -> tuple[float, float]:
 
 
 def add_memory(values: Floats, state: State | None, decay: float) -> Floats:
-    """Values plus decay * memory, as a new array; overflow gives Inf, which is never kept."""
+    """Return values plus decay * memory, as a new array; overflow gives Inf, never remembered."""
     if state is None:
         return values.copy()
     with np.errstate(all="ignore"):
@@ -164,17 +164,17 @@ def add_memory(values: Floats, state: State | None, decay: float) -> Floats:
 
 
 def remember(state: State | None, accumulated: Floats, decoded: Floats) -> None:
-    """Keep in memory what was lost, but the old memory where NaN was sent."""
+    """Store what was lost in the memory, but keep the old memory where NaN was sent."""
     if state is None:
         return
     with np.errstate(all="ignore"):
         lost = accumulated - decoded
-    # NaN in a memory would be in every later step; a step that a loss scaler skips leaves no trace.
+    # NaN in a memory would be in every later step; a step skipped by a loss scaler leaves no trace.
     np.copyto(state[0], lost, where=np.isfinite(lost))
 
 
 def take_step(state: State | None) -> int:
-    """The number of a step, by which its random numbers are drawn; the state counts it."""
+    """Return the step number, which seeds the random numbers, and increment it in the state."""
     if state is None:
         return 0
     state[0] += 1
@@ -185,10 +185,10 @@ _log = logging.getLogger(__name__)
 
 
 class HostCodec(Codec):
-    """A codec of NumPy arrays: what lies on a GPU is copied to the host, and back.
+    """A codec for NumPy arrays; GPU tensors are copied to the host and back.
 
-    Its memory is what was lost so far; a codec that remembers nothing rounds at random and counts
-    its steps instead.
+    Its state is the error memory; a codec without one rounds stochastically, and its state is the
+    step count instead.
     """
 
     @abstractmethod
@@ -199,7 +199,7 @@ class HostCodec(Codec):
         raise NotImplementedError
 
     def new_state(self, n: int) -> Any:
-        """The memory, [n] float32 of zeros; or the number of the next step, [1] int64."""
+        """Return the memory, [n] float32 zeros; or the number of the next step, [1] int64."""
         return [np.zeros(n, np.float32) if self.remembers else np.zeros(1, np.int64)]
 
     def state_to_values(self, state: Any, n: int) -> Floats:
@@ -211,13 +211,13 @@ class HostCodec(Codec):
         return [as_floats(values).copy()]
 
     def encode(self, values: Any, *, state: Any = None, decay: float = 1.0) -> Payload:
-        """See Codec.encode; a codec that remembers nothing ignores `decay`."""
+        """See Codec.encode; a codec without an error memory ignores `decay`."""
         if not on_cuda(values):
             return self._encode(as_floats(values), state, decay)
         _warn_once(type(self).__name__)
         view = _cuda.view(values)
         payload = self._encode(as_floats(view.to_host()), state, decay)
-        # On the stream that the tensor's framework works on: its collective comes next there.
+        # On the current stream of the tensor's framework, where its collective comes next.
         with view.run().context() as xp:
             buffer = xp.asarray(payload.buffer)
         return replace(payload, buffer=buffer, framework=view.framework)
@@ -229,7 +229,7 @@ class HostCodec(Codec):
         first: Any = payloads[0]
         device = int(first.buffer.device.id)
         with _cuda.current(device, first.framework).context():
-            # Read anew, which checks the bytes: they may have come straight from a peer.
+            # Parse again, which checks the bytes: they may come directly from a peer.
             copies = [Payload.from_bytes(_cuda.to_host(payload.buffer)) for payload in payloads]
         return _cuda.from_host(self._decode_mean(copies), device, first.framework)
 

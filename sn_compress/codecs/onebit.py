@@ -2,8 +2,8 @@
 
 1-bit SGD sends the mean of the negatives and the mean of the others (Seide, Fu, Droppo, Li, Yu,
 Interspeech 2014); EF-SignSGD sends the mean magnitude (Karimireddy, Rebjock, Stich, Jaggi, ICML
-2019). Neither has a code for zero: a zero between other numbers decodes to the mean of its
-bucket, and only the error memory takes that back.
+2019). Neither has a code for zero: a zero among other numbers decodes to a mean of its bucket, and
+only the error memory corrects that.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ _PACKINGS = {"bits": 1, "bytes": 8}
 
 
 class OneBitCodec(frame.HostCodec):
-    """Signs, and what they stand for.
+    """Sends signs, and the values they represent.
 
     Parameters
     ----------
     variant : "1bit" (mean of the negatives, mean of the others) or "ef-sign" (plus and minus the
         mean magnitude)
-    bucket : elements that share means, or None for the whole vector. 1-bit SGD's own are the
-        columns of the weight matrix
+    bucket : number of elements that share means, or None for the whole vector. Original 1-bit SGD
+        uses the columns of the weight matrix
     packing : "bits", or "bytes" for a whole byte per sign, as GRACE does
 
     Notes
     -----
     Zero counts as not negative. A bucket of zeros decodes to zeros. A bucket with NaN or Inf
-    decodes to NaN and leaves its memory as it was.
+    decodes to NaN and leaves its memory unchanged.
 
     Examples
     --------
@@ -84,7 +84,7 @@ class OneBitCodec(frame.HostCodec):
         return frame.seal(self, array.size, parts, frame.losses(array, decoded))
 
     def _mean_values(self, array: Floats) -> Floats:
-        """[nb, 1 or 2] float32: (others, negatives) or the magnitude; NaN for a non-finite row."""
+        """Return [nb, 1 or 2] float32: (others, negatives) or the magnitude; NaN if not finite."""
         rows = codes.bucket_rows(array, self.bucket)
         lengths = codes.bucket_lengths(array.size, self.bucket)
         finite = codes.finite_buckets(rows)
@@ -92,7 +92,7 @@ class OneBitCodec(frame.HostCodec):
         if self.variant == "ef-sign":
             means = (np.abs(exact).sum(axis=1) / lengths)[:, None]
         else:
-            # A side without elements has the mean 0, which no sign asks for.
+            # A side without elements has the mean 0, which no sign refers to.
             negatives = (exact < 0).sum(axis=1)
             below = np.minimum(exact, 0).sum(axis=1) / np.maximum(negatives, 1)
             above = np.maximum(exact, 0).sum(axis=1) / np.maximum(lengths - negatives, 1)
@@ -113,7 +113,7 @@ class OneBitCodec(frame.HostCodec):
         negative = codes.unpack_codes(data, payload.n, self._bits)
         if (negative > 1).any():  # a byte for a sign has room for more than 0 and 1
             raise PayloadError(f"sign {negative.max()}; expected 0 or 1")
-        # One mean that is not finite makes its bucket NaN, both signs of it, as encoding does.
+        # A non-finite mean makes both signs of its bucket NaN, as in encoding.
         finite = codes.finite_buckets(means)
         means = np.where(finite[:, None], means, np.nan).astype(np.float32)
         return self._values(means, negative.astype(bool))

@@ -1,9 +1,9 @@
-"""QSGD: every element rounded at random to one of a few levels, so that the mean is right.
+"""QSGD: rounds every element stochastically to one of a few levels, without bias.
 
-Rounding to nearest would lose everything below half a step for good. Rounding up with the
-probability of the distance keeps the expectation and needs no memory (Alistarh, Grubic, Li,
-Tomioka, Vojnovic, "QSGD", NeurIPS 2017, section 3). Published QSGD shortens the codes with Elias
-integers, whose length varies; ours have fixed bits, as Horovod's collectives want.
+Rounding to nearest would lose everything below half a step. Stochastic rounding preserves the
+expectation and needs no error memory (Alistarh, Grubic, Li, Tomioka, Vojnovic, "QSGD", NeurIPS
+2017, section 3). Published QSGD shortens the codes with Elias integers, whose length varies; ours
+have a fixed width, as Horovod's collectives require.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ _NORMS = ("l2", "max")
 
 
 class QSGDCodec(frame.HostCodec):
-    """Levels of a bucket's norm, rounded at random; unbiased.
+    """Rounds to levels of a bucket's norm, stochastically and unbiased.
 
     Parameters
     ----------
     levels : int from 1 to 32767, steps from zero to the norm; codes take ceil(log2(2 levels + 1))
         bits
-    bucket : elements that share a norm, or None for the whole vector
+    bucket : number of elements that share a norm, or None for the whole vector
     norm : "l2", or "max" for the largest magnitude, which has finer steps
     packing : "bits", or "bytes" to round the width of a code up to 8 or 16 bits, as GRACE does
-    seed : int from 0 to 2**64 - 1. Give each rank its own: errors then average out over ranks
+    seed : int from 0 to 2**64 - 1. Use a different one on each rank: errors then average out
 
     Notes
     -----
-    The expectation of `decode(encode(x))` is x. The state holds the number of the step, which
-    with the seed fixes all random numbers; without a state every call is step 0. A bucket with
-    NaN or Inf decodes to NaN, and zeros to zeros, a bucket of zeros too.
+    The expectation of `decode(encode(x))` is x. The state is the step number, which together with
+    the seed determines all random numbers; without a state every call is step 0. A bucket with NaN
+    or Inf decodes to NaN, and zeros to zeros, even in a bucket of zeros.
 
     Examples
     --------
@@ -92,23 +92,23 @@ class QSGDCodec(frame.HostCodec):
         return frame.seal(self, array.size, parts, frame.losses(array, decoded))
 
     def _norms(self, rows: Floats) -> Floats:
-        """[nb] float32, at least the largest magnitude of each row; NaN for a row that has one."""
+        """Return [nb] float32, at least the largest magnitude of each row; NaN if not finite."""
         if not rows.size:
             return np.zeros(len(rows), np.float32)
         exact = rows.astype(np.float64)
         with np.errstate(all="ignore"):
-            # Squares in float64, which holds those of all of float32.
+            # Squares of float32 cannot overflow in float64.
             if self.norm == "max":
                 norms = np.abs(exact).max(axis=1)
             else:
                 norms = np.sqrt(np.einsum("ij,ij->i", exact, exact))
-        # A norm beyond float32 is held at its largest number: still no element is larger, so no
-        # level above `levels` comes of it. NaN marks a bucket whose elements are not all finite.
+        # A norm beyond float32 is clipped to its largest number: no element is larger than that, so
+        # no level exceeds `levels`. NaN marks a bucket whose elements are not all finite.
         top = float(np.finfo(np.float32).max)
         return np.where(np.isfinite(norms), np.minimum(norms, top), np.nan).astype(np.float32)
 
     def _round(self, rows: Floats, norms: Floats, step: int) -> npt.NDArray[np.int64]:
-        # Buckets of zeros, or not finite, have nothing to divide by: all their levels are 0.
+        # Buckets of zeros, or that are not finite, have level 0 everywhere.
         usable = (np.isfinite(norms) & (norms > 0))[:, None]
         divisor = np.where(usable, norms[:, None], 1).astype(np.float64)
         # levels * |x| is exact in float64, so the quotient is never above `levels`.
@@ -133,6 +133,6 @@ class QSGDCodec(frame.HostCodec):
             raise PayloadError(
                 f"code {signed.max()}; {self.levels} levels end at {2 * self.levels}"
             )
-        # An infinite norm comes of no encoder; times level 0 it would be NaN, times others Inf.
+        # No encoder writes an infinite norm; times level 0 it would be NaN, times others Inf.
         norms = np.where(np.isfinite(norms), norms, np.nan).astype(np.float32)
         return self._values(norms, signed.astype(np.int64) - self.levels)

@@ -1,10 +1,10 @@
-"""Codecs by name, presets that make a rival what its authors ship, and saved states.
+"""Codecs by name, presets that match other authors' implementations, and saved states.
 
-A codec's module is imported when its name is first asked for.
+A codec's module is imported when it is first requested.
 
-A saved state names the class and the settings that give it its meaning. A codec of the same class
-and settings continues from it bit by bit; for another one it becomes the vector it stands for, and
-whatever else was remembered (momentum, factors, counted steps) starts anew.
+A saved state names the class and the settings that define it. A codec with the same class and
+settings resumes from it bit by bit; for another codec it is converted to a residual and back, and
+everything else (momentum, factors, step counts) starts anew.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .base import MAX_ELEMENTS, Codec, Floats, saved_item
 
 @dataclass(frozen=True)
 class Preset:
-    """Settings, and where they come from."""
+    """Settings, and their source."""
 
     settings: Mapping[str, Any]
     source: str
@@ -31,7 +31,7 @@ class Preset:
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a codec is, what its name alone sets, its presets, and whether CUDA kernels run it."""
+    """A codec's module and class, settings fixed by its name, presets, and if kernels exist."""
 
     module: str
     cls: str
@@ -132,17 +132,17 @@ CODECS: dict[str, Entry] = {
     "bf16": Entry(".cast", "CastCodec", {"dtype": "bf16"}),
     "fp8": Entry(".cast", "CastCodec", {"dtype": "fp8"}),
 }
-"""Name -> Entry; a new codec is one file and one line here."""
+"""Name -> Entry; a new codec takes one file and one line here."""
 
 
 def codec(name: str, *, preset: str | None = None, **settings: Any) -> Codec:
-    """The codec of this name.
+    """Create the codec with this name.
 
     Parameters
     ----------
     name : one of `sorted(CODECS)`
-    preset : a name of `presets(name)`; settings given beside it win
-    settings : as the codec's class takes them
+    preset : one of `presets(name)`; `settings` take precedence
+    settings : of the codec's class
 
     Examples
     --------
@@ -165,7 +165,7 @@ def make(
             known = ", ".join(sorted(entry.presets)) or "none"
             raise CompressError(f"codec {name!r} has no preset {preset!r}; it has: {known}")
         chosen |= entry.presets[preset].settings
-    # "dct" with transform="fft" would be another codec than its name says.
+    # "dct" with transform="fft" would contradict its name.
     for key in settings.keys() & entry.settings.keys():
         raise CompressError(f"codec {name!r} fixes {key}={entry.settings[key]!r}; leave it out")
     cls = getattr(import_module(entry.module, __package__), entry.cls)
@@ -178,7 +178,7 @@ def make(
 
 
 def by_class(name: str, settings: Mapping[str, Any]) -> Codec:
-    """The codec of a class of the registry, as saved states name it.
+    """Create a codec by the name of its class, as in saved states.
 
     >>> by_class("TopKCodec", {"theta": 0.9}).theta
     0.9
@@ -192,7 +192,7 @@ def by_class(name: str, settings: Mapping[str, Any]) -> Codec:
 
 
 def presets(name: str) -> dict[str, Preset]:
-    """Presets of a codec by name, each with its settings and their source.
+    """Return the presets of a codec by name, each with its settings and their source.
 
     >>> sorted(presets("qsgd"))
     ['grace', 'paper']
@@ -201,14 +201,14 @@ def presets(name: str) -> dict[str, Preset]:
 
 
 def find(table: Mapping[str, Entry], name: str) -> Entry:
-    """The entry of this name; CompressError with the known names otherwise."""
+    """Return the entry with this name; otherwise CompressError, with the known names."""
     if name not in table:
         raise CompressError(f"no codec is called {name!r}; known: {', '.join(sorted(table))}")
     return table[name]
 
 
 def save(codec: Codec, state: Any, n: int) -> dict[str, Any]:
-    """A state of n elements as arrays, numbers and strings."""
+    """Return a state of n elements as arrays, numbers and strings."""
     return {
         "n": n,
         "codec": type(codec).__name__,
@@ -220,22 +220,22 @@ def save(codec: Codec, state: Any, n: int) -> dict[str, Any]:
 def load(codec: Codec, entry: dict[str, Any]) -> Any:
     """Return the state for this codec; CompressError if it is corrupt or cannot be converted.
 
-    None if it holds nothing that this codec could use.
+    None if it contains nothing this codec can use.
     """
     n = elements(entry)
     same_class = saved_item(entry, "codec") == type(codec).__name__
     if same_class and _plain(saved_item(entry, "basis")) == _plain(codec.basis):
         return codec.load_state(saved_item(entry, "state"), n)
-    # Another codec, or another basis: by way of the vector, which every memory stands for.
+    # Another codec, or another basis: convert through a residual.
     values = load_values(entry)
     return None if values is None else codec.values_to_state(values)
 
 
 def load_values(entry: dict[str, Any]) -> Floats | None:
-    """The vector that a saved state stands for, [n] float32; None for codecs without memory."""
+    """Return a saved state's residual, [n] float32; None for codecs without memory."""
     n, basis = elements(entry), saved_item(entry, "basis")
     try:
-        # Files make lists of the tuples that `shape` and `axes` are.
+        # Files turn the tuples `shape` and `axes` into lists.
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in basis.items()}
         saved = by_class(saved_item(entry, "codec"), settings)
     except (TypeError, AttributeError, ArithmeticError) as error:
@@ -249,24 +249,24 @@ def load_values(entry: dict[str, Any]) -> Floats | None:
 
 
 def elements(entry: dict[str, Any]) -> int:
-    """How many elements a saved state is of."""
+    """Return the number of elements of a saved state."""
     n = saved_item(entry, "n")
-    # A file says it: `True` counts as 1 in Python, and 2**60 would be allocated.
+    # It comes from a file: `True` counts as 1 in Python, and 2**60 would be allocated.
     if not isinstance(n, int) or isinstance(n, bool) or not 0 <= n <= MAX_ELEMENTS:
         raise CompressError(f"has {n!r} elements; expected 0 to {MAX_ELEMENTS}")
     return n
 
 
 def _plain(basis: Any) -> Any:
-    """Settings with tuples as lists, which files make of them."""
+    """Convert tuples in settings to lists, as files do."""
     if isinstance(basis, dict):
         return {key: _plain(value) for key, value in basis.items()}
     return [_plain(item) for item in basis] if isinstance(basis, (list, tuple)) else basis
 
 
 def map_tree(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
-    """Apply `change` to every value of one kind in nested dicts and lists."""
-    # First, so that kind=dict is possible: what `change` returns is not walked.
+    """Apply `change` to every value of a given type in nested dicts and lists."""
+    # First, so that kind=dict is possible: results of `change` are not traversed.
     if isinstance(node, kind):
         return change(node)
     if isinstance(node, dict):
@@ -275,7 +275,7 @@ def map_tree(kind: type, change: Callable[[Any], Any], node: Any) -> Any:
 
 
 def backends() -> dict[str, str]:
-    """Name of the device -> the back end that serves it and the reason.
+    """Return the back end for each kind of device, and the reason.
 
     >>> sorted(backends())
     ['cpu', 'cuda']

@@ -1,12 +1,12 @@
-"""TernGrad: every element becomes -1, 0 or +1 times one scale, at random and unbiased.
+"""TernGrad: every element becomes -1, 0 or +1 times a scale, stochastically and unbiased.
 
-An element is kept with the probability |x| / scale, so small ones are right in the mean. The
-scale is the largest magnitude; one outlier would make all others rare, so magnitudes are first
+An element is kept with probability |x| / scale, so the expectation is preserved. The scale is the
+largest magnitude; a single outlier would make all other elements rare, so magnitudes are first
 clipped at 2.5 standard deviations (Wen, Xu, Yan, Wu, Wang, Chen, Li, "TernGrad", NeurIPS 2017).
 
-The paper's deviation is taken about the mean. On a vector of equal values that is zero and the
-clipping deletes it, a scalar parameter always. Ours is taken about zero (`spread="rms"`), which
-is the same where the mean is small against the noise, as the paper assumes.
+The paper's deviation is taken about the mean. For a vector of equal values, and so always for a
+scalar parameter, that is zero, and clipping deletes it. Ours is taken about zero (`spread="rms"`),
+which is the same if the mean is small compared to the noise, as the paper assumes.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ _SPREADS = ("rms", "std")
 
 
 class TernGradCodec(frame.HostCodec):
-    """Three values a bucket: zero, and plus and minus its scale; unbiased but for the clipping.
+    """Sends one of three values: zero, plus or minus a bucket's scale; unbiased but for clipping.
 
     Parameters
     ----------
-    clip : float > 0, magnitudes beyond this many deviations are cut to it; None clips nothing
-    spread : "rms" (about zero) or "std" (about the mean, the paper's)
-    bucket : elements that share a scale, or None for the whole vector
-    packing : "trits" (five in a byte, 1.6 bits each), "bits" (2, the paper's) or "bytes" (8,
-        GRACE's). Bytes of five cost one table look-up more and save a fifth
-    seed : int from 0 to 2**64 - 1. Give each rank its own: errors then average out over ranks
+    clip : float > 0, magnitudes are clipped to this many deviations; None: no clipping
+    spread : "rms" (about zero) or "std" (about the mean, as in the paper)
+    bucket : number of elements that share a scale, or None for the whole vector
+    packing : "trits" (five in a byte, 1.6 bits each), "bits" (2, as in the paper) or "bytes" (8, as
+        in GRACE). "trits" cost one table look-up more and save a fifth
+    seed : int from 0 to 2**64 - 1. Use a different one on each rank: errors then average out
 
     Notes
     -----
@@ -89,7 +89,7 @@ class TernGradCodec(frame.HostCodec):
     def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         rows = codes.bucket_rows(array, self.bucket)
         magnitudes, scales = self._clipped(rows, codes.bucket_lengths(array.size, self.bucket))
-        # The largest has probability 1; in a bucket of zeros, whose scale is 0, nothing happens.
+        # The largest has probability 1; in a bucket of zeros, whose scale is 0, none is kept.
         probability = magnitudes.astype(np.float64) / np.where(scales > 0, scales, 1)[:, None]
         drawn = codes.happens(probability, self.seed, frame.take_step(state))
         signs = np.where(np.signbit(rows), -1, 1) * drawn
@@ -99,14 +99,14 @@ class TernGradCodec(frame.HostCodec):
         return frame.seal(self, array.size, parts, frame.losses(array, decoded))
 
     def _clipped(self, rows: Floats, lengths: npt.NDArray[np.int64]) -> tuple[Floats, Floats]:
-        """Clipped magnitudes [nb, b] and scales [nb]; 0 and NaN in a bucket with NaN or Inf."""
+        """Return clipped magnitudes [nb, b] and scales [nb]; 0 and NaN if not finite."""
         if not rows.size:
             return np.abs(rows), np.zeros(len(rows), np.float32)
         finite = codes.finite_buckets(rows)
         magnitudes = np.where(finite[:, None], np.abs(rows), 0)
         if self.clip is not None:
             limit = self.clip * self._deviation(np.where(finite[:, None], rows, 0), lengths)
-            # NumPy warns of a cast that overflows; a limit that high clips nothing anyway.
+            # NumPy warns if a cast overflows; a limit that high does not clip anyway.
             top = float(np.finfo(np.float32).max)
             magnitudes = np.minimum(magnitudes, np.minimum(limit, top).astype(np.float32)[:, None])
         scales = np.where(finite, magnitudes.max(axis=1), np.nan)
@@ -115,7 +115,7 @@ class TernGradCodec(frame.HostCodec):
     def _deviation(self, rows: Floats, lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         exact = rows.astype(np.float64)
         if self.spread == "std":
-            # What fills up the last bucket is no element: less the mean it would count.
+            # Exclude padding of the last bucket, which minus the mean would not be zero.
             inside = np.arange(rows.shape[1]) < lengths[:, None]
             mean = exact.sum(axis=1) / lengths
             exact = np.where(inside, exact - mean[:, None], 0)
@@ -139,11 +139,11 @@ class TernGradCodec(frame.HostCodec):
         if self.packing == "trits":
             trits = codes.unpack_trits(data, payload.n)
         else:
-            # Two bits hold a fourth code, eight many more; bytes of trits check themselves.
+            # Two bits have a fourth code, eight many more; unpack_trits does its own check.
             read = codes.unpack_codes(data, payload.n, _BITS[self.packing])
             if (read > 2).any():
                 raise PayloadError(f"code {read.max()}; TernGrad has 0, 1 and 2")
             trits = read.astype(np.uint8)
-        # An infinite scale comes of no encoder; NaN is what marks a bucket that was not finite.
+        # No encoder writes an infinite scale; NaN marks a bucket that was not finite.
         scales = np.where(np.isfinite(scales), scales, np.nan).astype(np.float32)
         return self._values(scales, trits)

@@ -1,9 +1,9 @@
-"""Top-k: the largest elements travel as (index, value), the rest waits in the error memory.
+"""Top-k: sends the largest elements as (index, value); the rest stays in the error memory.
 
-No transform: the plain form of sparsification that all others are measured against (Aji and
-Heafield, EMNLP 2017; with error feedback as in Stich, Cordonnier, Jaggi, NeurIPS 2018). What an
-element costs on the wire differs eightfold between implementations, from an int64 index with a
-float32 value to 12 bits with a 2-bit value, so width is a setting and the presets are named.
+No transform: the plain form of sparsification that all others are compared with (Aji and Heafield,
+EMNLP 2017; with error feedback as in Stich, Cordonnier, Jaggi, NeurIPS 2018). The size of an
+element on the wire differs eightfold between implementations, from an int64 index with a float32
+value to 12 bits with a 2-bit value, so widths are settings, and there are named presets.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class TopKCodec(frame.HostCodec):
     chunk : from 2 to 65536, each chunk keeps its own k; None selects over the whole vector
     indices : "int64", "int32" or "packed" (as few bits as the chunk needs: 12 for 4096)
     values : "fp32"; "fp16", clipped at 65504 and counted in `Payload.saturated`; or "2bit", four
-        bins of 1.5 deviations around the mean of all that is kept, each sent as the mean of what
-        fell into it
-    decay : float in (0, 1], factor on the memory at every step, on top of encode's own
+        bins of 1.5 standard deviations around the mean of the kept values, each sent as the mean of
+        its values
+    decay : float in (0, 1], factor on the memory at every step, in addition to encode's own
 
     Notes
     -----
-    Ties go to the lower position. What rounding and clipping lose stays in the memory as well. A
-    vector with NaN or Inf decodes to NaN everywhere and leaves the memory as it was.
+    Ties go to the lower position. Rounding and clipping errors stay in the memory as well. A vector
+    with NaN or Inf decodes to NaN everywhere and leaves the memory unchanged.
 
     Examples
     --------
@@ -89,11 +89,11 @@ class TopKCodec(frame.HostCodec):
         return frame.show(self, "theta", "chunk", "indices", "values", "decay")
 
     def kept(self, length: int) -> int:
-        """How many elements of a chunk of this length travel."""
+        """Return the number of elements sent of a chunk of this length."""
         return kept(length, self._dropped_q32)
 
     def runs(self, n: int) -> list[indexed.Run]:
-        """How n elements are cut into chunks."""
+        """Return how n elements are divided into chunks."""
         if self.indices == "int32" and self.chunk is None and n > 2**31:
             raise CompressError(
                 f'TopKCodec: {n} elements are beyond indices="int32". Use indices="int64" or '
@@ -111,8 +111,8 @@ class TopKCodec(frame.HostCodec):
     def _encode(self, array: Floats, state: frame.State | None, decay: float) -> Payload:
         array = frame.add_memory(array, state, decay * self.decay)
         cut = self.runs(array.size)
-        # The size of a payload is fixed, so one that is not finite has positions as any other (the
-        # bits of a NaN order above all numbers), and NaN for values.
+        # The size of a payload is fixed, so a non-finite vector has positions like any other (the
+        # bits of NaN sort above all numbers), and NaN as values.
         finite = bool(np.isfinite(array).all())
         inside, positions = indexed.select(array, cut)
         parts, sent, saturated = self._write(array[positions] if finite else None, positions.size)
@@ -120,7 +120,7 @@ class TopKCodec(frame.HostCodec):
         if finite:
             decoded[:] = 0
             decoded[positions] = sent
-            # With what rounding and clipping lost, not only what was dropped.
+            # Includes rounding and clipping errors, not only dropped elements.
             frame.remember(state, array, decoded)
         parts.append(indexed.write_indices(inside, self._index_bits))
         losses = frame.losses(array, decoded)
@@ -129,7 +129,7 @@ class TopKCodec(frame.HostCodec):
     def _write(
         self, kept: Floats | None, k: int
     ) -> tuple[list[npt.NDArray[np.generic]], Floats, int]:
-        """Bytes of the kept values, what they decode to, and how many saturated; None is NaN."""
+        """Return bytes of the kept values, decoded values, number saturated; None encodes NaN."""
         values = np.full(k, np.nan, np.float32) if kept is None else kept
         if self.values == "fp32":
             return [values.astype("<f4")], values, 0
@@ -147,7 +147,7 @@ class TopKCodec(frame.HostCodec):
         if self.values == "2bit":
             table = frame.read(body, 0, 4, "<f4")
             at = 16 + codes.packed_bytes(k, 2)
-            # Indexing the table checks itself: two bits cannot lie outside it.
+            # Needs no check: two bits cannot exceed the table.
             values = table[codes.unpack_codes(body[16:at], k, 2)]
             finite = np.isfinite(table).all()
         else:
@@ -165,20 +165,20 @@ class TopKCodec(frame.HostCodec):
 
 
 def dropped_q32(theta: float) -> int:
-    """Theta as a fraction of 2**32, so that k never depends on how a language rounds."""
-    # Rounded up: rounded down, at theta=0.9, 9 of 100 elements would travel.
+    """Return theta as a fraction of 2**32, so that k does not depend on a language's rounding."""
+    # Rounded up: rounded down, theta=0.9 would send 9 of 100 elements.
     keep = int(np.ceil((1 - theta) * 2**32))
     return min(max(2**32 - keep, 0), 2**32 - 1)
 
 
 def kept(length: int, dropped: int) -> int:
-    """max(1, floor((1 - theta) length)), and 0 of nothing."""
+    """Return max(1, floor((1 - theta) length)), or 0 if length is 0."""
     return max(1, length * (2**32 - dropped) >> 32) if length else 0
 
 
 def _four_bins(values: Floats) -> tuple[Floats, npt.NDArray[np.int64]]:
-    """A table of four means, and for each value the index of its own."""
-    # A table of NaN is how two bits say that the vector was not finite.
+    """Return a table of four means, and the index of each value's mean."""
+    # A table of NaN marks a non-finite vector.
     if not np.isfinite(values).all():
         return np.full(4, np.nan, np.float32), np.zeros(values.size, np.int64)
     exact = values.astype(np.float64)

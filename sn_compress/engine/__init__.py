@@ -1,4 +1,4 @@
-"""All tensors of one optimizer on one rank: what each step does with them, and what is kept.
+"""The engine: runs compressed exchanges of one optimizer on one rank, and keeps its state.
 
-Imports no framework, and not `prediction`: what measures and chooses is passed in.
+Imports no framework, and not `prediction`: the object that measures and chooses is passed in.
 """

@@ -1,11 +1,12 @@
-"""Gradients by nodes over all-to-alls in which all ranks take part.
+"""Hierarchical exchange by all-to-alls in which all ranks take part.
 
 Groups of ranks cost too much in Horovod (docs/decisions/0098). So all ranks run every collective
-together, and a rank has nothing for most of the others. The first one sends each gradient to its
-owner inside the node. Then owners of one number exchange theirs, compressed. An owner that is done
-sends its means to its node in the next all-to-all, and takes part until it has those of all owners
-of its node. Owners of one number need as many rounds on every node, so all ranks end in the same
-one, and begin as many collectives, whatever each of them owns.
+together, and a rank sends nothing to most of the others. The first all-to-all sends each gradient
+to its owner in the node. Then owners with the same local number exchange theirs, compressed. An
+owner that is done sends its means to its node in the next all-to-all, and keeps taking part until
+it has those of all owners of its node. Owners with the same number need the same number of rounds
+on every node, so all ranks finish in the same round, after the same number of collectives, whatever
+each of them owns.
 
 A rank that fails sends the reason to all others in the next all-to-all.
 """
@@ -27,16 +28,16 @@ from .engine import Engine
 from .hierarchy import Place
 from .shard import Shard, wide
 
-# Vectors in a message begin at multiples of 16 bytes, two words. So a message has an even number of
-# words; one that says why a rank has failed has an odd number, and no header has to be read.
+# Vectors in a message start at multiples of 16 bytes, two words. So a message has an even number of
+# words; an odd number marks an error message, and no header is needed.
 _ALIGNED, _WORD = 16, 8
 
 
 @dataclass(frozen=True)
 class AllToAll:
-    """One collective of all ranks; its result is a list of what each rank has sent.
+    """One collective of all ranks; its result is the list of words received from each rank.
 
-    words : [n] int64, the messages to all ranks, in order of rank, one behind the other
+    words : [n] int64, the messages to all ranks, concatenated in rank order
     splits : the number of words to each rank
     """
 
@@ -47,15 +48,15 @@ class AllToAll:
 
 Rounds = Generator[list[AllToAll], list[list[Array]], None]  # results by rank
 Vectors = Sequence[Array]
-# One collective among the owners of this number: vectors to each, node by node, and the number of
-# elements from each. Work yields some of them at once, and is sent what was received in each.
+# One collective among owners with the same local number: a vector for each node, and the number of
+# elements from each. Work yields lists of them, and is sent what was received in each.
 Parcels = tuple[Vectors, Sequence[int]]
 Work = Generator[list[Parcels], list[Vectors], Any]
 Begins = Callable[[list[str]], object]
 
 
 def total(vectors: Vectors) -> Array:
-    """Return the sum in this order: of words modulo 2**32, or of floats."""
+    """Sum in the given order: words modulo 2**32, or floats."""
     summed = namespace(vectors[0]).asarray(vectors[0], copy=True)
     for vector in vectors[1:]:
         summed += vector
@@ -70,7 +71,7 @@ def mean(vectors: Vectors) -> Array:
 
 
 def pieces_of(size: int, nodes: int) -> list[int]:
-    """How many of `size` words each of the nodes combines."""
+    """Return how many of `size` words each node combines."""
     return [size // nodes + (node < size % nodes) for node in range(nodes)]
 
 
@@ -80,7 +81,7 @@ def combined(words: Array, combine: Callable[[Vectors], Array], place: Place) ->
     if nodes == 2:  # as many bytes as below, in one round
         (received,) = yield [([words] * 2, [len(words)] * 2)]
         return combine(received)
-    # As a ring does: each node combines a piece, and all gather the pieces.
+    # As in a ring: each node combines a piece, and all gather the pieces.
     sizes = pieces_of(len(words), nodes)
     (received,) = yield [(split(words, sizes), [sizes[place.node]] * nodes)]
     (received,) = yield [([combine(received)] * nodes, sizes)]
@@ -94,7 +95,7 @@ def averaged(views: Vectors, place: Place) -> Work:
 
 
 def carried(carry: Collective, place: Place) -> Work:
-    """Run a collective of the engine over the owners of this number; return its result."""
+    """Run a collective of the engine among owners with this number; return its result."""
     nodes, words = len(place.layout.nodes), carry.words
     if carry.kind == "sum":
         return (yield from combined(words, total, place))
@@ -118,7 +119,7 @@ def coded(engine: Engine, gradients: Sequence[Gradient], place: Place) -> Work:
 
 
 def together(works: Sequence[Work]) -> Work:
-    """Run several at once, all of a round in one all-to-all; return their results."""
+    """Run several works at once, each round in one all-to-all; return their results."""
     results: list[Any] = [None] * len(works)
     received: dict[int, Any] = dict.fromkeys(range(len(works)))
     while received:
@@ -142,7 +143,7 @@ def exchanged(
     begins: Begins,
     taken: bool = False,
 ) -> Work:
-    """Replace what this rank owns by the mean over nodes; `owned` has a list for each dtype."""
+    """Replace gradients this rank owns by their mean over nodes; `owned` has a list per dtype."""
     begins([str(gradient.name) for gradients in owned for gradient in gradients])
     nodes = len(place.layout.nodes)
     works: list[Work] = []
@@ -164,8 +165,8 @@ def exchanged(
 
 
 def _no_total(name: str, words: Any) -> Any:
-    # AutoCompression does not go by nodes: see hierarchy.may_have_nodes.
-    raise AssertionError(f"{name}: a tuner asks all owners of a number at once")
+    # AutoCompression is not hierarchical: see hierarchy.may_have_nodes.
+    raise AssertionError(f"{name}: a tuner was called in a hierarchical exchange")
 
 
 def rounds(
@@ -176,14 +177,14 @@ def rounds(
     *,
     taken: bool = False,
 ) -> Rounds:
-    """Average gradients of one device in place; all ranks pass the same ones, in the same order.
+    """Average gradients on one device in place; all ranks pass the same ones, in the same order.
 
-    `engine.begin` was called with them.
+    `engine.begin` must have been called with them.
 
     begins : called with the names of those that this rank owns, before the engine sorts them
     taken : see Engine.sort
 
-    Raises CompressError where another rank has failed.
+    Raises CompressError if another rank has failed.
     """
     by_dtype: dict[Any, list[Gradient]] = {}
     for gradient in gradients:
@@ -203,9 +204,9 @@ def rounds(
             means = end.value
             break
         except Exception as error:
-            # All others wait in the next all-to-all: each gets the reason, and all end this step.
+            # The others wait in the next all-to-all: each gets the reason, and all end this step.
             text = f"rank {place.rank}: {type(error).__name__}: {error}".encode()
-            octets = np.frombuffer(text, np.uint8).copy()  # torch warns of what it may not write to
+            octets = np.frombuffer(text, np.uint8).copy()  # torch warns about read-only arrays
             words = _words([asarray_like(octets, like)])
             words = join([words, words[:1] * 0])
             yield [AllToAll(join([words] * ranks), (len(words),) * ranks)]
@@ -226,7 +227,7 @@ def rounds(
 def _steps(
     shards: Sequence[Shard], exchange: Callable[..., Work]
 ) -> Generator[Mapping[int, Sequence[Vectors]], list[Array], list[list[Array]]]:
-    """Yield the vectors for each rank, all-to-all by all-to-all; return all owners' means."""
+    """Yield the vectors for each rank, one all-to-all at a time; return all owners' means."""
     place = shards[0].place
     inside, owners = place.layout.nodes[place.node], place.layout.across()[place.number]
     owned = {
@@ -241,14 +242,14 @@ def _steps(
             means[rank] = received[rank]
         missing.difference_update(means)
 
-    # Each gradient to its owner; the node's means of what this rank owns.
+    # Send each gradient to its owner; compute the node's means of what this rank owns.
     parts = zip(*(shard.parts for shard in shards), strict=True)  # by owner, then by shard
     place.sent_bytes += sum(shard.scatter_bytes + shard.gather_bytes for shard in shards)
     received = yield {rank: of for rank, of in zip(inside, parts, strict=True) if rank in peers}
     summed = zip(*(_unpacked(received[rank], owned[place.rank]) for rank in peers), strict=True)
     reduced = [shard.gradients(vectors) for shard, vectors in zip(shards, summed, strict=True)]
     means = {rank: received[rank][:0] for rank in peers if rank not in missing}  # words
-    # Exchanges between owners. In any of them another owner of the node may be done already.
+    # Exchanges between owners. In any of them another owner of the node may already be done.
     work = exchange(reduced)
     answers: Any = None
     with suppress(StopIteration):
@@ -265,7 +266,7 @@ def _steps(
                 for at, rank in enumerate(owners)
             ]
             answers = list(zip(*of_nodes, strict=True))
-    # This rank's means to its node; then it takes part until it has all of the others'.
+    # Send this rank's means to its node; then take part until all of the others' have arrived.
     mine = [shard.values for shard in shards]
     take((yield {rank: [[values] for values in mine] for rank in peers}))
     while missing:
@@ -274,12 +275,12 @@ def _steps(
 
 
 def _words(vectors: Vectors) -> Array:
-    """Their bytes, one behind the other, as an even number of words."""
+    """Concatenate the vectors' bytes to an even number of words."""
     return join(_octets(vectors)).view(namespace(vectors[0]).int64)
 
 
 def _octets(vectors: Vectors) -> list[Array]:
-    """Their bytes, and zeros up to an even number of words."""
+    """Return the vectors' bytes, and zeros up to an even number of words."""
     xp = namespace(vectors[0])
     octets = [vector.view(xp.uint8) for vector in vectors]
     missing = -sum(map(len, octets)) % _ALIGNED
@@ -287,7 +288,7 @@ def _octets(vectors: Vectors) -> list[Array]:
 
 
 def _unpacked(words: Array, kinds: Sequence[tuple[Any, int]]) -> list[Array]:
-    """Split what a rank sent into vectors, whose dtypes and numbers of elements are `kinds`."""
+    """Split a rank's words into vectors with the dtypes and numbers of elements in `kinds`."""
     vectors, start, octets = [], 0, words.view(namespace(words).uint8)
     for dtype, elements in kinds:
         nbytes = elements * dtype.itemsize

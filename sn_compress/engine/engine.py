@@ -1,13 +1,13 @@
-"""All tensors of one optimizer on one rank: what each step does with them, and what is kept.
+"""The engine: runs compressed exchanges of one optimizer on one rank, and keeps its state.
 
     engine.begin(gradients)
     step = engine.sort(gradients, ranks=ranks, total=total)
-    for gradient in step.dense: send engine.dense_values(gradient), and tell engine.learn the mean
-    rounds = engine.rounds(step.coded, ranks=ranks, rank=rank)     # yields what to carry
+    for gradient in step.dense: average engine.dense_values(gradient), pass the mean to engine.learn
+    rounds = engine.rounds(step.coded, ranks=ranks, rank=rank)     # yields collectives to run
 
-A rim passes gradients as vectors and runs the collectives that are yielded, without knowing what
-they carry. A step ends when a name comes again. What ranks have to decide alike is decided here,
-from sums over the ranks that the rim's `total` returns.
+A rim passes gradients as vectors and runs the collectives that are yielded, without knowing their
+contents. A step ends when a name repeats. Decisions that must be the same on all ranks are made
+here, from sums over the ranks that the rim's `total` returns.
 """
 
 from __future__ import annotations
@@ -45,37 +45,37 @@ class MethodSelector(Protocol):
     """Decides whether AutoCompression compresses: a `prediction.tuning.Tuner`."""
 
     def method(self, name: str, shape: Sequence[int]) -> str:
-        """The choice for the next gradient, the same on every rank."""
+        """Return the choice for the next gradient, the same on every rank."""
 
     def report(self) -> dict[str, float]:
-        """What was measured and chosen."""
+        """Return what was measured and chosen."""
 
 
 class Engine:
-    """What belongs to one optimizer on one rank.
+    """Compression state of one optimizer on one rank.
 
     Parameters
     ----------
-    settings : the user's
-    threads : of the codec, where the settings leave it open
-    stock : the name of the framework's own exchange in the log
-    tuner : `prediction.new_tuner`, whose result measures and chooses for AutoCompression; None:
-        all is compressed
+    settings : the user's settings
+    threads : number of codec threads if the settings do not say
+    stock : name of the framework's own exchange, for the log
+    tuner : `prediction.new_tuner`, which creates the object that measures and chooses for
+        AutoCompression; None: everything is compressed
     scaler : the loss scaler, if there is one: anything with get_scale(). Gradients arrive
-        multiplied by its scale, and memories follow it. A lower scale than before means that the
-        last step was skipped on all ranks: it is aborted, unless `outcomes` knows better
-    outcomes : what became of the gradients of the last pass; None: all were applied
-    find_unused : look for gradients of zeros on a device, too, which waits for it: the memories of
-        unused parameters then stay; on the host they always do
-    drops_unused : the framework drops the mean of a parameter that no rank has used, so a memory
-        must not travel with a gradient of zeros; False where it keeps the means of all
-    pauses : rounds yield an empty list, once, before what may wait for a device: the rim goes on
-        when the backward pass is over
+        multiplied by its scale, and error memories are rescaled with it. A lower scale means that
+        the last step was skipped on all ranks: it is aborted, unless `outcomes` knows better
+    outcomes : outcomes of the gradients of the last pass; None: all were applied
+    find_unused : detect zero gradients on a device as well, which waits for it, to keep the
+        memories of unused parameters; on the host this is always done
+    drops_unused : whether the framework drops the mean of a parameter that no rank has used, so
+        that a memory must not be sent with a zero gradient
+    pauses : rounds yield an empty list, once, before they may wait for a device; the rim resumes
+        them when the backward pass is over
 
     Attributes
     ----------
     tuner : of AutoCompression, from the first gradient on
-    agreed : with how many ranks, None before `agree`
+    agreed : the number of ranks that have agreed, None before `agree`
     """
 
     def __init__(
@@ -93,11 +93,11 @@ class Engine:
     ) -> None:
         self.settings = settings
         self.theta = ThetaInTime(settings, threads)
-        self.codec = settings.codec(threads)  # of the step under way
-        remembers: Codec = self.codec
-        if settings.exchange == "cast":  # a codec for the form of the memory alone; see `casts`
-            remembers = registry.codec(settings.dtype)
-        self.feedback = ErrorFeedback(remembers, decay=settings.decay)
+        self.codec = settings.codec(threads)  # of the current step
+        memory_codec: Codec = self.codec
+        if settings.exchange == "cast":  # only for the format of the memory; see `casts`
+            memory_codec = registry.codec(settings.dtype)
+        self.feedback = ErrorFeedback(memory_codec, decay=settings.decay)
         self.traffic, self.seconds = Traffic(), StepTimer()
         self.shared = AllReduceExchange(
             **settings.shared, traffic=self.traffic, find_unused=find_unused,
@@ -108,26 +108,27 @@ class Engine:
         self.agreed: int | None = None
         self._stock, self._find_unused, self._drops_unused = stock, find_unused, drops_unused
         self._make_tuner = tuner if settings.tune else None
-        # Without either nobody ever drops a gradient, and copies of all memories are saved.
+        # Without either, gradients are never dropped, and no copies of the memories are needed.
         self.feedback.undoable = outcomes is not None or scaler is not None
         self.transaction = Transaction(
             (self.feedback, self.shared), outcomes=outcomes, scaler=scaler
         )
-        self._seen: set[str | None] = set()  # in this step
-        self._casts_all = settings.exchange == "cast"  # that are worth it; the tuner may say so
+        self._seen: set[str | None] = set()  # names in the current step
+        # Whether tensors large enough are cast; the tuner may choose that as well.
+        self._casts_all = settings.exchange == "cast"
 
     def watch(self, scaler: Any) -> None:
-        """Follow a loss scaler from here on."""
+        """Track a loss scaler from here on."""
         self.transaction.scaler = scaler
         self.feedback.undoable = True
 
     @property
     def exchange(self) -> ErrorFeedback | AllReduceExchange:
-        """Where the memories of compressed gradients are."""
+        """The store of the memories of compressed gradients."""
         return self.shared if self.settings.exchange == "shared" else self.feedback
 
     def report(self) -> dict[str, float]:
-        """What this rank sent so far, and what the tuner chose; see Compression.report."""
+        """Return what this rank has sent and what the tuner chose; see Compression.report."""
         chosen = self.tuner.report() if self.tuner else {}
         return self.traffic.report() | self.seconds.report(self.traffic.steps) | chosen
 
@@ -146,7 +147,7 @@ class Engine:
     ) -> None:
         """Raise CompressError on every rank unless all have the same settings and tensors.
 
-        Asked once, and anew after `reset`. like : an array where the gradients are
+        Compares once, and again after `reset`. like : an array on the device of the gradients
         """
         if self.agreed == ranks:
             return
@@ -157,8 +158,8 @@ class Engine:
             *tensors,
         ]
         agree(fingerprint, total=total, rank=rank, ranks=ranks, name=name, do=do)
-        # The mean P Q^T is a float32 product: where its bits differ between processors of ranks,
-        # it is computed in float64, in one order of sums (docs/decisions/0036).
+        # The mean P Q^T is a float32 product: if ranks' processors compute different bits, it is
+        # computed in float64, in a fixed order of sums (docs/decisions/0036).
         if self.settings.exchange == "shared":
             self.shared.exact = not all_equal(
                 total("hardware", digest_words(products.hardware_fingerprint(numpy_view(like))))
@@ -168,9 +169,9 @@ class Engine:
     def compare(
         self, parameters: Fingerprint | None, *, total: Total, rank: int, ranks: int, hint: str = ""
     ) -> None:
-        """CompressError, on every rank, if parameters differ; for steps in which `sameness` asks.
+        """Raise CompressError on every rank if parameters differ; called when `sameness` says so.
 
-        parameters : their names and digests; None where this rank's need not be those of others
+        parameters : names and digests; None if this rank's parameters may differ from the others'
         hint : for the message
         """
         at = self.sameness.steps - 1
@@ -184,32 +185,32 @@ class Engine:
             self.sameness.passed(at)
 
     def counted(self) -> Fingerprint:
-        """What ranks decide by themselves and must decide alike, to compare with parameters."""
+        """What each rank decides by itself, but all must decide alike; compared with parameters."""
         return [("gradients that were dropped", str(self.transaction.aborted))]
 
     def progress(self) -> Fingerprint:
-        """How far what ranks share has come, to compare where all have what they share of it all.
+        """The step counts of the shared state, to compare on ranks that all have all tensors.
 
-        Each rank loads a file of its own: of another step, it has dense steps at other times, in
-        which ranks would wait for each other.
+        Each rank loads its own file: if that is of another step, its dense steps come at other
+        times, and the ranks would deadlock.
         """
         steps = sorted({tensor.step for tensor in self.shared.tensors.values()})
         return [("steps of the loaded memory", ", ".join(map(str, steps)) or "none")]
 
     def new_step(self) -> None:
-        """Let the next gradient begin a step, whatever became of the last one."""
+        """Begin a new step with the next gradient, however the last one ended."""
         self._seen.clear()
         self.traffic.new_step()
 
     def forget_step(self) -> None:
-        """Forget the step under way, as another state has been loaded."""
+        """Discard the current step, because another state has been loaded."""
         self.feedback.commit()
         self.transaction.forget()
         self._seen.clear()
 
     def reset(self) -> None:
-        """Agree again and count steps from here, as ranks have come or gone."""
-        self.tuner = self.agreed = None  # it counted the steps of other ranks
+        """Agree again and restart step counts, because ranks have joined or left."""
+        self.tuner = self.agreed = None  # the tuner measured other ranks
         self.transaction.aborted = 0
         self.sameness.reset()
         self.new_step()
@@ -219,7 +220,8 @@ class Engine:
     def begin(self, gradients: Sequence[Gradient]) -> None:
         """Track these gradients until they are committed or aborted, on all ranks.
 
-        By nodes also those that another rank owns, which this one does not sort.
+        In a hierarchical exchange these include gradients owned by other ranks of the node, which
+        this one does not `sort`.
         """
         with payloads.on_stream_of(gradients[0].values) if gradients else nullcontext():
             self._open_step({gradient.name for gradient in gradients})
@@ -236,10 +238,10 @@ class Engine:
     ) -> Routing:
         """Decide how these gradients travel, the same on every rank, and count them; after `begin`.
 
-        Where the tuner has given up compression, their residuals are added to their values.
+        If the tuner has given up compression, their residuals are added to their values.
 
-        plain_itemsize : bytes of an element that travels plain; by default that of its dtype
-        taken : all of these are compressed, as the rim has asked when it traced its graph
+        plain_itemsize : bytes per element sent uncompressed; by default that of the dtype
+        taken : whether the rim has already determined, while tracing, that all are compressed
         """
         step = Routing([], [], [])
         for gradient in gradients:
@@ -257,7 +259,7 @@ class Engine:
 
     def _takes(self, gradient: Gradient) -> bool:
         name = gradient.name
-        # The shared exchange agrees on a size for each name.
+        # The shared exchange has a size for each name.
         if not gradient.is_float or (name is None and self.settings.exchange == "shared"):
             return False
         if name is None:
@@ -272,12 +274,12 @@ class Engine:
     def _gives_up(self, gradient: Gradient, ranks: int, total: Total) -> bool:
         """Return whether the tuner sends this gradient plain; if so, add its residual to it.
 
-        For an unused parameter the framework might drop the sum, so there the residual is kept.
+        The residual of an unused parameter is kept, as the framework might drop the sum.
         """
         name, values = gradient.name, gradient.values
         if self._make_tuner is None or name is None:
             return False
-        if self.tuner is None:  # at the first gradient, when the number of ranks is known
+        if self.tuner is None:  # created at the first gradient, when the number of ranks is known
             self.tuner = self._make_tuner(
                 self.settings, ranks=ranks, total=total, plain=self._stock
             )
@@ -294,20 +296,20 @@ class Engine:
     def dense_values(self, gradient: Gradient, *, wire: Any = None) -> Array:
         """Return what to average for a dense gradient, [n] of `wire`: gradient plus residual.
 
-        wire : a dtype of its library; by default that of the gradient
+        wire : dtype; by default that of the gradient
         """
         values = gradient.values
         return self.shared.dense_values(str(gradient.name), values, wire=wire or values.dtype)
 
     def learn(self, name: str, mean: Array) -> None:
-        """Note the mean of a dense gradient, [n]; the same on every rank."""
+        """Record the mean of a dense gradient, [n]; the same on every rank."""
         self.shared.learn(name, mean)
 
     def rounds(self, gradients: Sequence[Gradient], *, ranks: int, rank: int) -> Rounds:
         """Average compressed gradients in place.
 
-        All ranks run the same rounds of the same gradients, in the same order. The rim times what
-        they compute between two yields: see StepTimer.coding.
+        All ranks run the same rounds for the same gradients, in the same order. The rim times the
+        computation between two yields: see StepTimer.coding.
         """
         if self._casts_all:
             return self._scattered(self._casts(gradients, ranks, rank))
@@ -336,7 +338,7 @@ class Engine:
             self.transaction.checks.append(check)
 
     def _casts(self, gradients: Sequence[Gradient], ranks: int, rank: int) -> CastBucket:
-        # Here, so that runs without casts do not load them (tests/frame/test_closure.py).
+        # Imported here, so that runs without casts do not load them (tests/frame/test_closure.py).
         from ..ops.casts import Cast
         from .casts import CastBucket
 
@@ -359,12 +361,12 @@ class Engine:
             self.transaction.settle()
             self._seen.clear()
             if self.settings.exchange == "gather":
-                # One theta for all tensors of a step, by the count of steps alone.
+                # One theta for all tensors of a step, determined by the step count alone.
                 self.codec = self.theta.codec_at(self.theta.begin_step())
         self._seen |= names
 
     def _tell(self, gradients: Sequence[Gradient], stats: Sequence[PayloadStats]) -> None:
-        """Count what was sent of gradients."""
+        """Count what was sent for gradients."""
         for gradient, payload in zip(gradients, stats, strict=True):
             if self.traffic.payload(gradient.name, gradient.elements, payload):
                 _log.warning(
@@ -373,12 +375,12 @@ class Engine:
                     gradient.name,
                 )
 
-    # What this rank has yet to send
+    # Residuals
 
     def remembers(self, name: str) -> bool:
-        """Whether anything of a tensor has yet to be sent."""
+        """Whether there is a residual of a tensor."""
         return self.exchange.remembers(name)
 
     def residual(self, name: str) -> Floats:
-        """What travels with a tensor's next gradient, [n] float32."""
+        """Return what will be added to a tensor's next gradient, [n] float32."""
         return self.exchange.residual(name) * np.float32(self.settings.decay)

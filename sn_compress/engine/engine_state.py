@@ -1,4 +1,4 @@
-"""The saved state of an engine: of this rank, or of all ranks for another number of them."""
+"""Saving and loading the state of an engine, also for a different number of ranks."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from .feedback import ErrorFeedback
 from .hierarchy import Place, loadable, saved_elsewhere, states_to_load, with_rest
 
 _FORMAT = 1
-_ARRAY = "array of the file"  # the only key of a node that stands for an array
-# For tensors whose layout has changed: from [n], as saved, to their shape now.
+_ARRAY = "array of the file"  # the only key of a node that refers to an array
+# For tensors whose layout has changed: maps [n], as saved, to their shape now.
 Changes = Mapping[str, Callable[[Floats], Floats]]
 
 
 def state_dict(
     engine: Engine, *, ranks: int, rank: int, without_held: bool = False
 ) -> dict[str, Any]:
-    """All that is needed to resume bit by bit, as arrays and numbers; it differs between ranks.
+    """Return what is needed to resume bit by bit, as arrays and numbers; it differs between ranks.
 
     Called between steps.
 
-    without_held : leave out what was left out of gradients that still wait in `.grad`, which no
-        checkpoint has: a run that resumes will not apply them
+    without_held : exclude residuals of gradients still held in `.grad`, which is not checkpointed:
+        a resumed run will not apply these gradients
     """
-    # Residuals of the last step are saved as its outcome has them, and no step is left open.
+    # Settle the outcome of the last step, so that its residuals are final, and no step stays open.
     engine.transaction.settle()
     engine.new_step()
     held = engine.transaction.held if without_held else ()
@@ -59,16 +59,16 @@ def load_state_dict(
     mean: bool = False,
     check: Callable[[Collection[str]], None] = lambda names: None,
 ) -> None:
-    """Load this rank's state, or the list of all ranks' states, in order of rank.
+    """Load this rank's state, or the list of all ranks' states, in rank order.
 
-    From as many ranks as there are now, each loads its own. From another number, each loads the
-    mean, so that what all still have to send together stays the same. CompressError, and nothing
-    changes, if a state does not fit.
+    With the number of ranks unchanged, each rank loads its own state. Otherwise each loads the
+    mean, which preserves the mean residual over all ranks. CompressError, and nothing changes, if a
+    state does not fit.
 
-    changes : from a saved state, what to do with memories of tensors whose layout has changed
-    mean : load the mean of a list from as many ranks as there are now, too
-    check : called with the names of all that is remembered; raises where one is of another tensor
-        now, whose memory would never be sent, or would be sent with gradients that are not its own
+    changes : given a saved state, returns how to convert memories whose layout has changed
+    mean : load the mean of a list even if the number of ranks is unchanged
+    check : called with the names of all memories; raises if one does not belong to a tensor of this
+        run, as it would never be sent, or would be sent with another tensor's gradients
     """
     with reading("the saved state"):
         all_states = [state] if isinstance(state, dict) else list(state)
@@ -78,7 +78,7 @@ def load_state_dict(
 
 
 def start_empty(engine: Engine) -> None:
-    """Forget what was remembered and how far it has come, as before the first step."""
+    """Reset all memories and step counts, as before the first step."""
     new = Engine(engine.settings, 1, stock="", tuner=None)
     load_state_dict(engine, state_dict(new, ranks=1, rank=0), ranks=1, rank=0)
 
@@ -90,11 +90,11 @@ def synchronize(
     gather: Callable[[Any], Iterable[Any]] | None,
     total: Total,
 ) -> None:
-    """Give all ranks what ranks share, from a root, and the mean of the memories; all call it.
+    """Give all ranks the root's shared state and the mean of the memories; all ranks call it.
 
     broadcast : returns the root's object
-    gather : collects an object of every rank; None where there are no nodes
-    total : the sum over the ranks of a vector, which has the name that is passed
+    gather : collects an object from every rank; None if there are no nodes
+    total : sums a vector, with the given name, over the ranks
     """
     exchange = engine.exchange
     mine = {
@@ -105,7 +105,7 @@ def synchronize(
     if gather is not None:
         state = with_rest(state, mine, gather)
     residuals = {}
-    # Sorted, as each name is a collective, and ranks may have met tensors in another order.
+    # Sorted: each name is a collective, and ranks may have seen tensors in different orders.
     for name, n in sorted(exchange.sizes(state).items()):
         words = np.zeros(n + 1, np.float32)  # the last one counts the ranks that know the tensor
         if (residual := exchange.unsent(name)) is not None:
@@ -113,21 +113,21 @@ def synchronize(
         summed = total(f"sn.memory.{name}", words)
         residuals[name] = summed[:n] / max(summed[n], 1)
     exchange.load_with_residuals(state, residuals)
-    engine.theta.load_state_dict(state["theta"])  # new ranks resume where the others are
+    engine.theta.load_state_dict(state["theta"])  # new ranks join at the others' step
     engine.transaction.scale = state["scale"]
     engine.forget_step()
 
 
 class NodeStates:
-    """Where this rank is among nodes, and states that were loaded before that was known.
+    """The place of this rank in the hierarchy, and states loaded before that was known.
 
-    A state is loaded at once, as an error is to come from that call; and again when the nodes are
-    known, where it was saved with others.
+    A state is loaded immediately, so that errors are raised by that call; and loaded again once the
+    nodes are known, if it was saved with different ones.
 
     Attributes
     ----------
-    place : None where all ranks exchange with all others, and before it is known
-    loaded : states, until it is known; None: all ranks have the same state of all tensors
+    place : None if all ranks exchange with all others, or before it is known
+    loaded : states, until the place is known; None: all ranks have the same state of all tensors
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -137,11 +137,11 @@ class NodeStates:
         self._engine = engine
 
     def saved(self, ranks: int) -> dict[str, Any] | None:
-        """What to save of nodes; until they are known, what a loaded state has of them."""
+        """Return what to save about nodes; until they are known, that of a loaded state."""
         if self.place is not None:
             return self.place.state()
         loaded = self.loaded
-        # Of another number of ranks, `loadable` has merged the states: they are of no nodes now.
+        # For another number of ranks, `loadable` has merged the states, which have no nodes now.
         merged = not loaded or (len(loaded) > 1 and loaded[0]["ranks"] != ranks)
         return None if merged else loaded[0].get("hierarchy")  # type: ignore[index]
 
@@ -157,14 +157,13 @@ class NodeStates:
     ) -> None:
         """Load this rank's state, or the list of all ranks', as load_state_dict does.
 
-        own : take a single state for this rank's, whichever rank has saved it
-        all_states : returns the list; called if the nodes turn out to be others than when it was
-            saved
+        own : treat a single state as this rank's, whichever rank has saved it
+        all_states : returns the list; called if the state turns out to be saved with other nodes
         """
-        one = isinstance(state, dict)
-        fits = state | {"ranks": ranks, "rank": rank} if one and own else loadable(state, ranks)
+        single = isinstance(state, dict)
+        fits = state | {"ranks": ranks, "rank": rank} if single and own else loadable(state, ranks)
         load_state_dict(self._engine, fits, ranks=ranks, rank=rank, **how)
-        self.loaded, self._all_states = [state] if one else list(state), all_states
+        self.loaded, self._all_states = [state] if single else list(state), all_states
 
     def settle(
         self, tensors: Iterable[tuple[str, int]], *, ranks: int, rank: int, **how: Any
@@ -177,7 +176,7 @@ class NodeStates:
         all_states, self._all_states = self._all_states, None
         if states and all_states is not None and saved_elsewhere(states[0], self.place):
             states = list(all_states())
-        # As the state of one rank of one, of which this rank keeps what it owns.
+        # Treat it as the state of a single rank, of which this rank keeps what it owns.
         if states is None and self.place is not None:
             states = [state_dict(self._engine, ranks=1, rank=0)]
         chosen = states_to_load(states, self.place, tensors) if states else None
@@ -194,7 +193,7 @@ def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
         return {_ARRAY: len(arrays) - 1}
 
     tree = registry.map_tree(np.ndarray, put, state)
-    # JSON does not know NumPy's numbers: by default they are floats.
+    # JSON cannot encode NumPy's numbers: convert them to floats.
     head = json.dumps(
         {"rank": state["rank"], "exchange": settings.exchange, "state": tree}, default=float
     )
@@ -205,7 +204,7 @@ def to_bytes(state: dict[str, Any], settings: Settings) -> bytes:
 
 
 def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
-    """Read what to_bytes wrote on the same rank; CompressError for another's."""
+    """Read what to_bytes wrote on the same rank; CompressError if another rank did."""
 
     def array_of(node: dict[str, Any]) -> Any:
         if set(node) == {_ARRAY}:
@@ -215,7 +214,7 @@ def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
     with reading("this error memory"):
         arrays = arrays_of(data)
         head = json.loads(arrays["head"].tobytes())
-        # Another rank's memory would fit in shape, and be wrong.
+        # Another rank's memory would have the right shape, but be wrong.
         if (head["rank"], head["exchange"]) != (rank, settings.exchange):
             raise CompressError(
                 f"this error memory belongs to rank {head['rank']} and the {head['exchange']} "
@@ -228,8 +227,8 @@ def from_bytes(data: bytes, settings: Settings, rank: int) -> dict[str, Any]:
 
 
 def _chosen(state: Any, ranks: int, rank: int) -> list[dict[str, Any]]:
-    """Return this rank's state, or all of those whose mean is loaded."""
-    held(state)  # for its refusal of arrays that show more elements than they have in memory
+    """Return this rank's state, or all states whose mean is to be loaded."""
+    held(state)  # rejects arrays that have more elements than memory (zero strides)
     states = [state] if isinstance(state, dict) else list(state)
     for entry in states:
         if not isinstance(entry, dict) or entry.get("format") != _FORMAT:
@@ -251,7 +250,7 @@ def _remembered(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_names(names: Collection[str], remembered: Collection[str]) -> None:
-    """Raise CompressError for a memory of a tensor that does not exist, as of a renamed one."""
+    """Raise CompressError for a memory of a tensor that does not exist, e.g. a renamed one."""
     if unknown := sorted(set(remembered) - set(names)):
         raise CompressError(
             f"the saved state remembers {_some(unknown)}, which the model does not have; expected "
@@ -269,7 +268,7 @@ def _load(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> Non
     scale = states[0]["scale"]
     if scale is not None and not (isinstance(scale, float) and 0 < scale < math.inf):
         raise CompressError(f"a saved scale is {scale!r}; expected a number above 0, or None")
-    # Each restores what it had if the rest does not fit. What cannot fail comes last.
+    # Each part is rolled back if a later one does not fit. What cannot fail comes last.
     with engine.theta.loading(states[0]):
         _load_exchanges(engine, states, changes)
     engine.transaction.scale = scale
@@ -277,7 +276,7 @@ def _load(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> Non
 
 
 def _load_exchanges(engine: Engine, states: list[dict[str, Any]], changes: Changes) -> None:
-    """Load both exchanges, or none."""
+    """Load both exchanges, or neither."""
     shared, feedback = engine.shared.snapshot(), engine.feedback.snapshot()
     try:
         load_mean(engine.shared, [entry["shared"] for entry in states])
@@ -298,10 +297,10 @@ def _flat(change: Callable[[Floats], Floats]) -> Callable[[Floats], Floats]:
 def load_mean(
     exchange: ErrorFeedback | AllReduceExchange, states: Sequence[dict[str, Any]]
 ) -> None:
-    """Load what ranks share, and the mean of what each of them had not sent.
+    """Load the shared state, and the mean of all ranks' residuals.
 
-    If all ranks of a run start with it, the mean over them stays what it was, however many they
-    are. A name that a rank does not have counts as zero.
+    If all ranks of a run start with it, the mean residual is preserved, whatever their number. A
+    name that a rank does not have counts as zero.
     """
     exchange.load_state_dict(states[0])
     if len(states) == 1:

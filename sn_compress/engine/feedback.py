@@ -25,7 +25,7 @@ _FORMAT = 2
 
 
 class ErrorFeedback:
-    """A codec and, per name, the memory of what it dropped.
+    """A codec with an error memory per tensor name.
 
     Parameters
     ----------
@@ -35,7 +35,7 @@ class ErrorFeedback:
 
     Attributes
     ----------
-    undoable : keep what `abort` needs, a copy of every memory; False at first
+    undoable : whether to keep what `abort` needs, a copy of every memory; initially False
 
     Examples
     --------
@@ -61,27 +61,27 @@ class ErrorFeedback:
         # Elements and the codec's state; None until a state is needed.
         self._memory: dict[str, tuple[int, Any]] = {}
         self.undoable = False
-        # Copies from before the first encoding that was not committed; and copies of committed
-        # steps, which the next ones overwrite.
+        # Copies from before the first uncommitted encoding; and buffers of earlier copies, to be
+        # reused.
         self._committed: dict[str, tuple[int, Any]] = {}
         self._spare: dict[str, Any] = {}
 
     def codec_of(self, name: str) -> Codec:
-        """The codec that encodes `name`, and decodes its payloads."""
+        """Return the codec that encodes `name` and decodes its payloads."""
         if name not in self._codecs:
             self._codecs[name] = self._codec_for(name)
         return self._codecs[name]
 
     def encode(self, name: str, values: npt.ArrayLike, *, codec: Codec | None = None) -> Payload:
-        """Encode `values` plus the memory of `name`, and remember what was lost.
+        """Encode `values` plus the memory of `name`, and store the new residual.
 
-        codec : for this step only, in place of the one of `name`; of the same basis, such as an
-            FFTCodec of another theta
+        codec : replaces the codec of `name` for this step; must have the same basis, e.g. an
+            FFTCodec with another theta
         Raises CompressError if `name` was used with another number of elements.
         """
         known = self.codec_of(name)
         codec = codec or known
-        # What the numbers of a state mean depends on the class and the basis of its codec.
+        # The meaning of a state depends on the class and the basis of its codec.
         if (type(codec), codec.basis) != (type(known), known.basis):
             raise CompressError(
                 f"the error memory of {name!r} is that of {known!r}; expected this codec, or one "
@@ -95,7 +95,7 @@ class ErrorFeedback:
         return payload
 
     def memory_of(self, name: str, like: Any) -> Any:
-        """The codec's state for `name`, placed for the vector `like`; encoding updates it in place.
+        """Return the codec's state for `name`, on the device of `like`; updated by encoding.
 
         Raises CompressError if `name` was used with another number of elements.
         """
@@ -122,12 +122,12 @@ class ErrorFeedback:
         return n, codec.place_state(memory, like)
 
     def _open(self, name: str, n: int, memory: Any) -> None:
-        """Keep a copy for `abort`: codecs update their state in place."""
+        """Save a copy for `abort`, as codecs update their state in place."""
         if self.undoable and name not in self._committed:
             self._committed[name] = n, _copied(memory, self._spare.pop(name, None))
 
     def residual(self, name: str) -> npt.NDArray[np.float32]:
-        """What was dropped of `name` so far and not sent since, [n] float32."""
+        """Return what was dropped of `name` so far and not sent since, [n] float32."""
         if name not in self._memory:
             raise CompressError(f"nothing was encoded for {name!r}; known: {sorted(self._memory)}")
         n, memory = self._memory[name]
@@ -140,7 +140,7 @@ class ErrorFeedback:
         return name in self._memory
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Keep what was encoded so far of these names, or all: `abort` returns here."""
+        """Keep what was encoded so far for these names, or all: `abort` restores this point."""
         for name in list(self._committed) if names is None else names:
             if name in self._committed:
                 _, self._spare[name] = self._committed.pop(name)
@@ -151,20 +151,20 @@ class ErrorFeedback:
             if name in self._committed:
                 self._memory[name] = self._committed.pop(name)
 
-    undo = abort  # no count of steps here, which ranks could have taken differently
+    undo = abort  # there are no step counts to revert
 
     def reopen(self, name: str, memory: Any) -> None:
-        """Set what `abort` returns to: the codec's state before a step that a graph has run."""
+        """Set what `abort` restores: the codec's state before a step that a graph has run."""
         self._committed[name] = self._memory[name][0], memory
 
     def settled(self, names: Iterable[str]) -> None:
-        """Keep what was encoded so far of these names, and drop the buffers of their copies."""
+        """Commit these names, and free the buffers of their copies."""
         for name in names:
             self._committed.pop(name, None)
             self._spare.pop(name, None)
 
     def rescale(self, factor: float) -> None:
-        """Multiply all memories, as when a loss scaler has changed its scale."""
+        """Multiply all memories, e.g. when a loss scaler has changed its scale."""
         for name, (_, memory) in self._memory.items():
             if memory is not None:
                 self._set(name, self.residual(name) * np.float32(factor))
@@ -173,28 +173,28 @@ class ErrorFeedback:
         self._memory[name] = residual.size, self.codec_of(name).values_to_state(residual)
 
     def change(self, name: str, function: Callable[[Any], Any]) -> None:
-        """Replace a memory by function(residual), [n] float32; nothing without one."""
+        """Replace a memory by function(residual), [n] float32, if there is one."""
         if self.remembers(name):
             self._set(name, function(self.residual(name)))
 
     def sizes(self, state: dict[str, Any]) -> dict[str, int]:
-        """Elements of each memory in a saved state, by name."""
+        """Return the number of elements of each memory in a saved state, by name."""
         return {name: registry.elements(entry) for name, entry in state["memory"].items()}
 
     def unsent(self, name: str) -> npt.NDArray[np.float32] | None:
-        """What this rank has not sent of a tensor, [n] float32; None if it does not know it."""
+        """Return a tensor's residual on this rank, [n] float32; None if it is unknown here."""
         return self.residual(name) if self.remembers(name) else None
 
     def load_with_residuals(
         self, state: dict[str, Any], residuals: Mapping[str, npt.NDArray[np.float32]]
     ) -> None:
-        """Load another rank's state, with these residuals, [n] each, in place of its own."""
+        """Load another rank's state, with its residuals replaced by these, [n] each."""
         self.load_state_dict(state)
         for name, residual in residuals.items():
             self._set(name, residual)
 
     def restart(self, residuals: Mapping[str, npt.NDArray[np.float32]]) -> None:
-        """Forget all but these residuals; shapes may differ from now on."""
+        """Discard everything except these residuals; shapes may differ from now on."""
         self._memory.clear()
         self._committed.clear()
         self._spare.clear()
@@ -208,11 +208,11 @@ class ErrorFeedback:
         self._codecs.pop(name, None)
 
     def state_dict(self, aborted: Collection[str] = ()) -> dict[str, Any]:
-        """Everything needed to resume bit by bit, as arrays, numbers and strings.
+        """Return everything needed to resume bit by bit, as arrays, numbers and strings.
 
         It differs between ranks: save one per rank.
 
-        aborted : names whose memories are saved as `abort` would leave them
+        aborted : names whose memories are saved as `abort` would restore them
         """
         kept = {name: self._committed[name] for name in aborted if name in self._committed}
         memory = {
@@ -251,7 +251,7 @@ class ErrorFeedback:
             for name, entry in memory.items():
                 loaded[name] = self._load(name, entry)
         except BaseException:
-            self._codecs = known  # loading has asked for codecs of names that may not exist
+            self._codecs = known  # loading has created codecs for names that may not exist
             raise
         return loaded
 
@@ -272,7 +272,7 @@ class ErrorFeedback:
 
 
 def _copied(memory: Any, into: Any) -> Any:
-    """A copy of a codec's state, in the arrays of another where they fit."""
+    """Copy a codec's state, into the arrays of another state if they fit."""
     if not (isinstance(memory, list) and isinstance(into, list)) or _kinds(memory) != _kinds(into):
         return copy.deepcopy(memory)
     for part, target in zip(memory, into, strict=True):

@@ -1,11 +1,11 @@
-"""Ranks by nodes: gradients are summed inside a node, and exchanged compressed between nodes.
+"""Hierarchical exchange: sums gradients within a node, exchanges them compressed between nodes.
 
-Inside a node the links are fast, and its network card is shared. So the ranks of a node first sum
-their gradients, each tensor at one of them, its *owner*; owners of the same number in all nodes
-exchange their tensors, as if they were all the ranks there are; and each sends its means to the
-others of its node. The card carries one exchange in place of one for each rank, and a rank encodes
-its share alone. A tensor is never cut: low rank needs whole matrices, and to a shared card it is
-all the same who sends what (docs/decisions/0098).
+Links within a node are fast, but its ranks share a network card. So the ranks of a node first sum
+their gradients, each tensor on one of them, its *owner*; then owners with the same local number on
+all nodes exchange their tensors as if they were all the ranks; and each sends its means to the
+other ranks of its node. The card carries a single exchange rather than one per rank, and a rank
+encodes only its share. Tensors are never split: low rank needs whole matrices, and for a shared
+card it does not matter which rank sends (docs/decisions/0098).
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeLayout:
-    """Which ranks are on which node; all nodes have the same number.
+    """Which ranks are on which node; all nodes have the same number of ranks.
 
-    nodes : the ranks of each, in order; nodes in order of their first rank
+    nodes : the ranks of each node, in order; nodes are in order of their first rank
     """
 
     nodes: tuple[tuple[int, ...], ...]
 
     @property
     def size(self) -> int:
-        """Ranks of a node."""
+        """Number of ranks in a node."""
         return len(self.nodes[0])
 
     def place(self, rank: int) -> tuple[int, int]:
-        """The number of a rank's node, and its own number in it."""
+        """Return the number of a rank's node, and the rank's local number in it."""
         for number, ranks in enumerate(self.nodes):
             if rank in ranks:
                 return number, ranks.index(rank)
-        raise ValueError(f"rank {rank} is on none of {self.nodes}")
+        raise ValueError(f"rank {rank} is on none of the nodes {self.nodes}")
 
     def across(self) -> tuple[tuple[int, ...], ...]:
-        """For each number inside a node, the ranks that have it, in order of the nodes."""
+        """Return the ranks with each local number, in order of the nodes."""
         return tuple(zip(*self.nodes, strict=True))
 
 
 def layout_of(ids: Sequence[int]) -> NodeLayout | str:
-    """The layout of ranks, from the id of the node of each; or why there is no hierarchy.
+    """Return the layout, given the id of each rank's node; or the reason why there is none.
 
     >>> layout_of([7, 7, 9, 9]).nodes
     ((0, 1), (2, 3))
@@ -76,33 +76,33 @@ def layout_of(ids: Sequence[int]) -> NodeLayout | str:
 
 
 def find_layout(total: Total, node: str, *, rank: int, ranks: int) -> NodeLayout | str:
-    """The layout of all ranks, or why there is no hierarchy, the same on every rank; blocks.
+    """Return the layout, or the reason why there is none, the same on every rank; blocks.
 
-    node : the name of the one that this rank is on
+    node : name of this rank's node
     """
-    # A sum in which each rank has a place of its own gathers; of 7 bytes, as int64 has a sign.
+    # A sum in which each rank has its own slot is a gather; 7 bytes, as int64 has a sign.
     ids = np.zeros(ranks, np.int64)
     ids[rank] = int.from_bytes(hashlib.sha256(node.encode()).digest()[:7], "big")
     return layout_of([int(node_id) for node_id in total("sn.nodes", ids)])
 
 
 def may_have_nodes(settings: Settings, process_set: Any) -> bool:
-    """Whether ranks of a process set of Horovod may go by nodes; the same answer on all."""
-    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # nodes would come and go
-    # A tuner compares with Horovod's own all-reduce of all ranks. By nodes each collective is of
-    # all ranks (docs/decisions/0098), so a process set of some has none. Fewer than four ranks are
-    # no two nodes of two.
+    """Whether ranks of a Horovod process set may use a hierarchy; the same on all ranks."""
+    elastic = os.environ.get("HOROVOD_ELASTIC") == "1"  # nodes would join and leave
+    # A tuner compares with Horovod's own all-reduce of all ranks. Hierarchical collectives involve
+    # all ranks (docs/decisions/0098), so other process sets have none. Fewer than four ranks cannot
+    # be two nodes of two.
     return settings.hierarchy == "auto" and not (
         settings.tune or elastic or process_set.process_set_id or process_set.size() < 4
     )
 
 
 def horovods_layout(total: Total, process_set: Any) -> NodeLayout | None:
-    """The layout of Horovod's ranks, or None, for which rank 0 logs the reason; blocks.
+    """Return the layout of Horovod's ranks; if None, rank 0 logs the reason; blocks.
 
-    Ranks with the same host name, as horovodrun was given it, are on one node.
+    Ranks with the same host name, as passed to horovodrun, are on one node.
     """
-    # The launcher's name: whoever lists a machine by name and by address asks for two nodes.
+    # The launcher's name: a machine listed both by name and by address counts as two nodes.
     node = os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
     rank = process_set.rank()
     layout = find_layout(total, node, rank=rank, ranks=process_set.size())
@@ -116,7 +116,7 @@ def horovods_layout(total: Total, process_set: Any) -> NodeLayout | None:
 
 @dataclass
 class Owners:
-    """Which of a node's ranks owns each tensor; the same on all nodes, and it never changes.
+    """Assigns each tensor to one of a node's ranks; the same on all nodes, and never changes.
 
     When a tensor is first seen it goes to the rank that owns the fewest elements so far. All ranks
     see tensors in the same order.
@@ -127,7 +127,7 @@ class Owners:
     _elements: Counter[int] = field(default_factory=Counter)
 
     def of(self, name: str, elements: int) -> int:
-        """The owner's number inside its node."""
+        """Return the owner's local number in its node."""
         if name not in self.of_name:
             owner = min(range(self.size), key=self._elements.__getitem__)
             self.of_name[name] = owner
@@ -136,13 +136,13 @@ class Owners:
 
 
 class Place:
-    """Where a rank is in a layout, and the owners of its node's tensors.
+    """A rank's position in a layout, and the owners of its node's tensors.
 
     Attributes
     ----------
-    node, number : the number of its node, and its own inside
-    owners : of tensors, by their numbers inside a node
-    sent_bytes : by this rank to others of its node so far
+    node, number : the number of its node, and the rank's local number in it
+    owners : of tensors, by local number
+    sent_bytes : bytes sent by this rank to others of its node so far
     """
 
     def __init__(self, layout: NodeLayout, rank: int) -> None:
@@ -152,17 +152,17 @@ class Place:
         self.sent_bytes = 0
 
     def owned_names(self, tensors: Iterable[tuple[str, int]]) -> list[str]:
-        """Return which tensors this rank owns, of all (name, elements), in their order."""
+        """Return the names of the tensors, given as (name, elements), that this rank owns."""
         owners = [(name, self.owners.of(name, elements)) for name, elements in tensors]
         return [name for name, owner in owners if owner == self.number]
 
     def state(self) -> dict[str, Any]:
-        """What a saved state has of it."""
+        """Return the entries for a saved state."""
         nodes = [list(ranks) for ranks in self.layout.nodes]
         return {"nodes": nodes, "owners": dict(self.owners.of_name)}
 
     def report(self, steps: int) -> dict[str, float]:
-        """What a report has of it."""
+        """Return the entries for a report."""
         nodes = len(self.layout.nodes)
         return {"nodes": nodes, "inside_bytes": self.sent_bytes / max(1, steps)}
 
@@ -178,27 +178,27 @@ def states_to_load(
 ) -> list[dict[str, Any]] | None:
     """Return the states whose mean this rank resumes from; None: from its own, unchanged.
 
-    states : the one that was saved on this rank, or those of all ranks, in order of rank
+    states : the one saved on this rank, or those of all ranks, in rank order
     tensors : see Place.owned_names
 
-    Raises CompressError where one state is not enough.
+    Raises CompressError if one state is not enough.
     """
     saved = states[0].get("hierarchy")
     if place is None:
         return None if saved is None else whole_states(states)
-    # Of the same nodes: a rank needs the state of an owner of its number, on whatever node.
+    # With the same nodes, a rank needs the state of an owner with its local number, from any node.
     if saved is not None and saved["nodes"] == place.state()["nodes"]:
         at = states[0]["rank"]
         if len(states) > 1 or place.layout.place(at)[1] == place.number:
             place.owners.of_name.update(saved["owners"])
             return None
     names = set(place.owned_names(tensors))
-    # Each node begins with the mean of all memories: the mean over the nodes stays what it was.
+    # Each node starts from the mean of all memories, which preserves the mean over the nodes.
     return [state_of(saved_state, names) for saved_state in whole_states(states)]
 
 
 def loadable(states: Any, ranks: int) -> Any:
-    """A saved state, or all ranks', as it can be loaded on so many ranks before nodes are known."""
+    """Convert a saved state, or all ranks', to load on `ranks` ranks before nodes are known."""
     first = states[0] if isinstance(states, list | tuple) and len(states) > 1 else None
     if isinstance(first, dict) and first.get("hierarchy") and first["ranks"] != ranks:
         return whole_states(states)
@@ -206,9 +206,9 @@ def loadable(states: Any, ranks: int) -> Any:
 
 
 def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Merge the states of all ranks into one for each node: with all tensors, as without nodes.
+    """Merge the states of all ranks into one per node, with all tensors, as without hierarchy.
 
-    Raises CompressError unless these are the states of all ranks, in order of rank.
+    Raises CompressError unless these are the states of all ranks, in rank order.
     """
     ranks = [state["rank"] for state in states]
     if not states or ranks != list(range(states[0]["ranks"])):
@@ -229,24 +229,24 @@ def whole_states(states: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def with_rest(
     state: dict[str, Any], mine: Mapping[str, Any], gather: Callable[[Any], Iterable[Any]]
 ) -> dict[str, Any]:
-    """Complete the state that a root has sent by tensors that other ranks of its node own.
+    """Complete the root's state with the tensors that other ranks of its node own.
 
-    mine : this rank's state; gather : collects an object of every rank
+    mine : this rank's state; gather : collects an object from every rank
     """
     keys = [key for keys in _BY_TENSOR.values() for key in keys if key in state]
     owned = {key: {n: v for n, v in mine[key].items() if n not in state[key]} for key in keys}
-    # Owners of one number have the same on all nodes, so it does not matter whose is kept.
+    # Owners with the same local number are equal on all nodes, so it does not matter whose is kept.
     for other in gather(owned):
         state = state | {key: other[key] | state[key] for key in keys}
     return state
 
 
-# The keys, in each part of an engine's state, under which there is an entry for each tensor.
+# The keys in each part of an engine's state whose values are dicts by tensor name.
 _BY_TENSOR = {"feedback": ("memory",), "shared": ("tensors", "left_out")}
 
 
 def _changed(state: Mapping[str, Any], entries: Callable[[str, str], Any]) -> dict[str, Any]:
-    """Replace what a state has by tensor: entries(part, key) for each key of _BY_TENSOR."""
+    """Replace a state's entries by tensor with entries(part, key), for each key of _BY_TENSOR."""
     parts = {
         part: {**state[part], **{key: entries(part, key) for key in keys}}
         for part, keys in _BY_TENSOR.items()

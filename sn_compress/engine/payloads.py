@@ -1,20 +1,19 @@
 """The payloads of many gradients in one vector, and the means decoded from all ranks' vectors.
 
-Payloads have a fixed size, so every rank knows where each begins, and one all-gather carries them.
-They are encoded where the gradients are, all of them together and without a wait: on the host by
-the compiled codec; on CUDA devices by fused kernels where CuPy is installed (the extra [cuda]), on
-the framework's current stream; elsewhere by array code, `codecs/batched.py`.
+Payloads have a fixed size, so every rank knows where each starts, and one all-gather carries them.
+They are encoded on the device of the gradients, all together and without synchronization: on the
+host by the compiled codec; on CUDA devices by fused kernels if CuPy is installed (the extra
+[cuda]), on the framework's current stream; elsewhere by array code, `codecs/batched.py`.
 
-In a gather a rank receives all payloads, so bytes grow with the number of ranks. Among three or
-more, the blocks of a bucket are divided among the ranks (docs/decisions/0040). A rank's payloads
-of a piece go to its owner alone, by an all-to-all; the owner adds its own gradient, which nobody
-has to encode, encodes the mean, and all gather the means. A rank receives less than two payloads'
-worth, however many ranks there are.
+In a gather a rank receives all payloads, so bytes grow with the number of ranks. With three or more
+ranks, the blocks of a bucket are divided among them (docs/decisions/0040). The payloads of a piece
+are sent only to its owner, by an all-to-all; the owner adds its own gradient, which needs no
+encoding, and encodes the mean; and all gather the means. A rank receives less than two payloads'
+worth, whatever the number of ranks.
 
-What the second encoding drops is remembered, too (as in DoubleSqueeze, Tang et al. 2019, arXiv
-1905.05957): by the owner, in the same memory as what it drops of its own gradient. The mean over
-the ranks of what is sent and what is remembered stays that of the gradients, and a saved state is
-the same as with a gather.
+What the second encoding drops is remembered as well (as in DoubleSqueeze, Tang et al. 2019, arXiv
+1905.05957): by the owner, in the memory of its own gradient. The mean over the ranks of what is
+sent and remembered is that of the gradients, and a saved state is the same as with a gather.
 """
 
 from __future__ import annotations
@@ -52,10 +51,10 @@ from .feedback import ErrorFeedback
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank sends to an all-gather.
+    """What a rank contributes to an all-gather.
 
-    wire : [bytes] uint8 where the gradients are, the payloads one behind the other
-    payloads : each of them
+    wire : [bytes] uint8 on the device of the gradients, the payloads concatenated
+    payloads : views of each payload
     """
 
     wire: Array
@@ -64,20 +63,20 @@ class Sent:
 
 @dataclass(frozen=True)
 class DeferredCheck:
-    """Whether payloads decoded on a device were damaged; asked when the next step begins.
+    """Whether payloads decoded on a device were corrupt; read when the next step begins.
 
-    later : a number that is not zero if one was
-    cuda : the device whose kernels have decoded; None where array code has
+    later : a number that is nonzero if one was
+    cuda : the device whose kernels have decoded; None for array code
     """
 
     later: AsyncScalars
     cuda: int | None = None
 
     def conclude(self) -> None:
-        """PayloadError if a payload was damaged; waits for the device if it is not so far."""
+        """Raise PayloadError if a payload was corrupt; waits for the device if necessary."""
         if self.later.read()[0] == 0:
             return
-        if self.cuda is not None:  # kernels have one flag for all steps, which this lowers
+        if self.cuda is not None:  # kernels have one flag for all steps, which this clears
             from ..codecs import _fft_cuda
 
             _fft_cuda.raise_if_damaged(self.cuda)
@@ -97,13 +96,13 @@ def encode(
     find_unused: bool,
     drops_unused: bool,
 ) -> Sent:
-    """The payloads of gradients of one dtype, at least one.
+    """Encode at least one gradient; all have the same dtype.
 
-    A gradient of zeros is of a parameter that was not used. A framework drops the mean of one that
-    no rank has used, so its memory does not travel, and waits.
+    A zero gradient means that a parameter was not used. A framework may drop the mean if no rank
+    has used it, so its memory is not sent but kept.
 
-    find_unused : look for unused parameters on CUDA, too, which waits for the device
-    drops_unused : False where the framework keeps all means: then memories always travel
+    find_unused : detect unused parameters on CUDA as well, which waits for the device
+    drops_unused : False if the framework keeps all means: memories are then always sent
     """
     sizes, like = _sizes(codec, gradients), gradients[0].values
     if not _cuda.takes(like) and not on_host(like):
@@ -131,11 +130,11 @@ def encode(
 def decode(
     codec: FFTCodec, gathered: Array, gradients: Sequence[Gradient], *, ranks: int
 ) -> DeferredCheck | None:
-    """Write the means of what all ranks encoded into the gradients' values.
+    """Write the means of all ranks' payloads into the gradients' values.
 
-    gathered : [ranks * bytes] uint8, what `encode` made on each rank, in order of rank
+    gathered : [ranks * bytes] uint8, the result of `encode` on each rank, in rank order
     Raises PayloadError, which names the rank, if bytes on the host are not a payload. On a device
-    the mean is NaN then, and the check that is returned raises.
+    the mean is NaN instead, and the returned check raises.
     """
     sizes = _sizes(codec, gradients)
     ends = list(accumulate(sizes, initial=0))
@@ -147,7 +146,7 @@ def decode(
             words = view.array().reshape(ranks, -1)
             arrays = [words[:, first:last] for first, last in pairwise(ends)]
         _fft_cuda.Decoder(codec, arrays, [gradient.values for gradient in gradients]).run()
-        # On the same stream, so that the flag is read after the kernels that may raise it.
+        # On the same stream, so that the flag is read after the kernels that may set it.
         with on_stream_of(gathered):
             flag = _fft_cuda.damage_of(view.device).astype("float64")
             if view.is_torch:
@@ -161,13 +160,13 @@ def decode(
         values = gradient.values
         if values.dtype == namespace(values).float32:
             codec.decode_mean_into(payloads, to_host(values))
-        else:  # the codec computes in float32, and half precision is rounded once, at the end
+        else:  # the codec computes in float32; round to half precision once, at the end
             values[...] = asarray_like(codec.decode_mean(payloads), values)
     return None
 
 
 def on_stream_of(values: Array) -> AbstractContextManager[Any]:
-    """CuPy on the current stream of the framework; nothing where CuPy is not used."""
+    """Return a context of CuPy on the framework's current stream; null if CuPy is not used."""
     return _cuda.view(values).run().context() if _cuda.takes(values) else nullcontext()
 
 
@@ -198,11 +197,11 @@ def _encode_as_arrays(
         decay=1.0 if feedback is None else feedback.decay,
         unused_waits=drops_unused,
     )
-    # Into the arrays that the store keeps: array code has returned new ones.
+    # Copy to the arrays of the store, as array code returns new ones.
     if memories is not None and encoded.memories is not None:
-        held = [part for memory in memories for part in memory]
-        if held:
-            put_all(held, [part for memory in encoded.memories for part in memory])
+        stored = [part for memory in memories for part in memory]
+        if stored:
+            put_all(stored, [part for memory in encoded.memories for part in memory])
     wire = encoded.words.view(namespace(encoded.words).uint8)
     payloads = [
         Payload(piece, codec.codec_id, gradient.elements, codec.settings)
@@ -235,7 +234,7 @@ def _encode_by_kernels(
         used = to_host(xp.stack([xp.any(vector) for vector in vectors]))  # one wait for all
     with on_stream_of(vectors[0]):
         states = None
-        # An unused parameter gets an empty state for this step, so that its memory stays.
+        # An unused parameter gets an empty state for this step, so that its memory is kept.
         if feedback is not None:
             states = [
                 feedback.memory_of(gradient.name, vector)
@@ -250,14 +249,14 @@ def _encode_by_kernels(
     return _fft_cuda.Encoder(codec, vectors, states, buffers).run(decay)
 
 
-# Each byte that an owner sends in place of means if it cannot decode what it received. No payload
-# is all of these, so every rank sees it and raises in the same step.
+# The value of every byte that an owner sends instead of means if it cannot decode what it received.
+# No payload consists of these only, so every rank sees it and raises in the same step.
 _DAMAGED = 255
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Some blocks of a tensor of a bucket: its elements from start to before stop."""
+    """Some blocks of a tensor in a bucket: its elements in [start, stop)."""
 
     tensor: int
     start: int
@@ -265,22 +264,22 @@ class Piece:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return self.stop - self.start
 
     def name_in(self, tensor: str) -> str:
-        """That of a piece of a tensor of this name."""
+        """Return the name of this piece of a tensor with the given name."""
         return f"{tensor}[{self.start}:{self.stop}]"
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Which rank owns which pieces, and what they are encoded with.
+    """Which rank owns which pieces, and the codecs they are encoded with.
 
     Attributes
     ----------
-    pieces : of each rank; each element of the bucket is in one of them
-    parts, means : the codecs of what goes to owners, and of the means that these send on
+    pieces : of each rank; each element of the bucket is in exactly one
+    parts, means : the codecs for what is sent to owners, and for the means that owners send
     """
 
     pieces: tuple[tuple[Piece, ...], ...]
@@ -293,19 +292,19 @@ class Shares:
 
     @property
     def parts_bytes(self) -> tuple[int, ...]:
-        """Of each owner, what each of the others sends it."""
+        """For each owner, the bytes that each other rank sends it."""
         return self._bytes(self.parts)
 
     @property
     def means_bytes(self) -> tuple[int, ...]:
-        """Of each owner, what it sends on."""
+        """For each owner, the bytes of the means that it sends."""
         return self._bytes(self.means)
 
     def _bytes(self, codec: FFTCodec) -> tuple[int, ...]:
         return tuple(sum(codec.payload_bytes(piece.elements) for piece in of) for of in self.pieces)
 
     def sent(self, rank: int, tensors: int) -> list[int]:
-        """Return for each tensor the bytes of the payloads that a rank encodes."""
+        """Return the bytes of the payloads that a rank encodes, for each tensor."""
         nbytes = [0] * tensors
         for piece in self.outgoing(rank):
             nbytes[piece.tensor] += self.parts.payload_bytes(piece.elements)
@@ -315,10 +314,10 @@ class Shares:
 
 
 def parts_theta(theta: float) -> float:
-    """The fraction dropped of a rank's part, where `theta` is dropped of the mean.
+    """Return the fraction to drop from a rank's part, if `theta` is dropped from the mean.
 
-    Half as much is kept where little is, and all where all is: the errors of many ranks average
-    out, that of the mean does not.
+    If little of the mean is kept, half as much is kept of the parts, and if all is kept, all: the
+    errors of many ranks average out, that of the mean does not.
 
     >>> parts_theta(0.98), parts_theta(0.0)
     (0.9898, 0.0)
@@ -328,23 +327,23 @@ def parts_theta(theta: float) -> float:
 
 @lru_cache(maxsize=256)
 def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | None:
-    """Divide the blocks of tensors among ranks; None where gathering payloads costs less.
+    """Divide the blocks of tensors among ranks; None if gathering payloads costs less.
 
-    codec : of the means; sizes : elements of each tensor
+    codec : for the means; sizes : elements of each tensor
 
-    Dividing gains nothing with one or two ranks or one block, and is impossible where all blocks
-    depend on each other: a transform of the whole tensor, a range that all blocks share.
+    Dividing gains nothing with one or two ranks or a single block, and is impossible if blocks
+    depend on each other: a transform of the whole tensor, a range shared by all blocks.
     """
     if codec.block is None or codec.transform == "axes" or codec.window == "payload":
         return None
     sections = [(at, section) for at, n in enumerate(sizes) for section in codec.sections(n)]
     total = sum(section.count * section.layout.words for _, section in sections)
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
-    before = 0  # words of the blocks in front of a section
+    before = 0  # words of the blocks before a section
     for tensor, section in sections:
         words, block = section.layout.words, section.layout.block
-        # All words of the bucket are cut into equal parts, one for each rank; a block belongs to
-        # the rank in whose part its first word lies. In whole numbers: the same on all ranks.
+        # The words of the bucket are divided into equal parts, one per rank; a block belongs to the
+        # rank whose part contains its first word. In integers, so the same on all ranks.
         owners = before * ranks // total, (before + (section.count - 1) * words) * ranks // total
         for owner in range(owners[0], owners[1] + 1):
             first, last = (
@@ -353,7 +352,7 @@ def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | N
             start = section.start + max(first, 0) * block
             stop = min(section.start + last * block, section.stop)
             owned = pieces[owner]
-            # A tensor has a section for each size of its blocks; of two that touch, one piece.
+            # A tensor has a section for each block size; merge adjacent pieces of two sections.
             if owned and (owned[-1].tensor, owned[-1].stop) == (tensor, start):
                 start = owned.pop().start
             if start < stop:
@@ -361,13 +360,13 @@ def shares_of(codec: FFTCodec, sizes: tuple[int, ...], ranks: int) -> Shares | N
         before += section.count * words
     parts = codec.at(parts_theta(codec.theta))
     shares = Shares(tuple(map(tuple, pieces)), parts, codec)
-    # Two collectives cost two latencies and a second encoding: not for a few bytes.
+    # Two collectives cost two latencies and a second encoding, which few bytes do not justify.
     payload_bytes = sum(codec.payload_bytes(n) for n in sizes)
     return shares if 2 * max(shares.means_bytes) < payload_bytes else None
 
 
 def sections_in(piece: Piece, codec: FFTCodec, n: int) -> list[tuple[int, slice]]:
-    """The sections of a tensor of n elements that a piece is of: number, and rows in its memory."""
+    """Return the sections of an n-element tensor that a piece covers: number, memory rows."""
     places = []
     for number, section in enumerate(codec.sections(n)):
         first, last = max(piece.start, section.start), min(piece.stop, section.stop)
@@ -378,26 +377,26 @@ def sections_in(piece: Piece, codec: FFTCodec, n: int) -> list[tuple[int, slice]
 
 
 def rows_of(piece: Piece, codec: FFTCodec, n: int, memory: Sequence[Array]) -> list[Array]:
-    """Return views of a piece's blocks in the memory of its tensor, of n elements."""
+    """Return views of a piece's blocks in the memory of its n-element tensor."""
     return [memory[number][rows] for number, rows in sections_in(piece, codec, n)]
 
 
 class Bucket:
-    """Gradients that travel together, averaged in their place in two rounds.
+    """Gradients that travel together, averaged in place in two rounds.
 
     Parameters
     ----------
-    gradients : of one dtype
-    shares : of these, by `shares_of`
-    rank : the number of this one
-    feedback : None to remember nothing
-    encode : payloads.encode with its settings, but for codec, gradients and feedback
+    gradients : all of one dtype
+    shares : of these gradients, from `shares_of`
+    rank : number of this rank
+    feedback : None for no error feedback
+    encode : payloads.encode with all arguments bound except codec, gradients and feedback
 
     Attributes
     ----------
-    parts_bytes, means_bytes : of each owner, what each of the others sends it, and what it sends on
+    parts_bytes, means_bytes : see Shares
     sent : what was encoded so far
-    checks : to be asked when the next step begins
+    checks : to be concluded when the next step begins
     """
 
     def __init__(
@@ -420,15 +419,15 @@ class Bucket:
         self._encode = partial(encode, feedback=self._memories)
 
     def begin(self) -> Array:
-        """Payloads of the pieces that others own, [bytes] uint8, in order of rank."""
-        if not self._outgoing:  # a rank that is alone
+        """Return payloads of the pieces that others own, [bytes] uint8, in rank order."""
+        if not self._outgoing:  # a single rank
             return self._nothing()
         return self._encoded(self._shares.parts, [self._view(other) for other in self._outgoing])
 
     def reduce(self, received: Array) -> Array:
         """Return the means of this rank's pieces, encoded, [bytes] uint8.
 
-        received : [bytes] uint8, the others' parts of these pieces, in order of rank
+        received : [bytes] uint8, the others' parts of these pieces, in rank order
         """
         if not self._mine:
             return self._nothing()
@@ -437,18 +436,19 @@ class Bucket:
             try:
                 self._read(self._shares.parts, received, means, self._ranks - 1)
             except PayloadError as error:
-                # Raised in `end`, as all the others would wait for this rank's means.
+                # Raised in `end`, because all others wait for this rank's means.
                 self._error = error
                 return self._nothing(self.means_bytes[self._rank]) | _DAMAGED
-        # From the mean of the others, and this rank's own gradient, that of all.
+        # Combine the others' mean with this rank's own gradient.
         for mean, piece in zip(means, self._mine, strict=True):
             xp = namespace(mean.values)
             mean.values[...] *= (self._ranks - 1) / self._ranks
-            # No division: a graph of TensorFlow multiplies by the inverse, which rounds otherwise.
+            # No division: a TensorFlow graph multiplies by the inverse, which rounds differently.
             mine = xp.astype(self._view(piece).values, xp.float32) * (1 / self._ranks)
             mean.values[...] += mine
-        # The memory is that of this rank's gradient, of which the mean has a ranks-th. The error of
-        # encoding the mean goes there, too: scaled back, it counts as an error of this rank alone.
+        # The memory is in units of this rank's gradient, which enters the mean divided by the
+        # number of ranks. The error of encoding the mean goes there as well: scaled back, it counts
+        # as an error of this rank alone.
         self._scale(means, 1 / self._ranks)
         encoded = self._encoded(self._shares.means, means)
         self._scale(means, self._ranks)
@@ -457,7 +457,7 @@ class Bucket:
     def end(self, received: Array) -> None:
         """Write the means into the gradients.
 
-        received : [bytes] uint8, of all owners in their order
+        received : [bytes] uint8, from all owners, in order
         """
         if self._error is not None:
             raise self._error
@@ -465,7 +465,7 @@ class Bucket:
         try:
             self._read(self._shares.means, received, views, 1)
         except PayloadError as error:
-            # An owner that could not decode its parts has sent nothing but _DAMAGED.
+            # An owner that could not decode its parts has sent only _DAMAGED.
             for rank, pieces in enumerate(split(received, self.means_bytes)):
                 if pieces.shape[0] and bool(namespace(received).all(pieces == _DAMAGED)):
                     raise PayloadError(
@@ -475,12 +475,12 @@ class Bucket:
             raise
 
     def stats(self) -> list[PayloadStats]:
-        """Return for each gradient the statistics of the payloads of its pieces."""
-        of: list[list[Payload]] = [[] for _ in self.gradients]
+        """Return the statistics of each gradient's payloads."""
+        by_tensor: list[list[Payload]] = [[] for _ in self.gradients]
         payloads = [payload for sent in self.sent for payload in sent.payloads]
         for piece, payload in zip([*self._outgoing, *self._mine], payloads, strict=True):
-            of[piece.tensor].append(payload)
-        return [PayloadStats.of(of_tensor) for of_tensor in of]
+            by_tensor[piece.tensor].append(payload)
+        return [PayloadStats.of(of_tensor) for of_tensor in by_tensor]
 
     def _view(self, piece: Piece) -> Gradient:
         """Return a piece as a gradient; its values are a view of the tensor's."""
@@ -490,7 +490,7 @@ class Bucket:
         return Gradient(name, (piece.elements,), values)
 
     def _room(self, piece: Piece, like: Array) -> Gradient:
-        """Allocate the mean of a piece, in float32, as a gradient with the name of the piece."""
+        """Allocate the mean of a piece, in float32, as a gradient with the piece's name."""
         xp = namespace(like)
         values = xp.empty(piece.elements, dtype=xp.float32, device=device_of(like))
         return Gradient(self._view(piece).name, (piece.elements,), values)
@@ -514,7 +514,7 @@ class Bucket:
 
 
 class _Rows:
-    """The memories of pieces: rows of their tensors' memories, which encoding updates in place."""
+    """Memories of pieces: rows of their tensors' memories, which encoding updates in place."""
 
     def __init__(
         self,
@@ -537,7 +537,7 @@ class _Rows:
         return self._feedback.decay
 
     def memory_of(self, name: str, _: Any) -> list[Any]:
-        """Return a piece's memory by name; the tensor's is moved to the gradient's device."""
+        """Return a piece's memory by name; moves the tensor's memory to the gradient's device."""
         piece = self._pieces[name]
         gradient = self._gradients[piece.tensor]
         if piece.tensor not in self._memories:

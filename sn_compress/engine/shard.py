@@ -1,6 +1,6 @@
-"""The gradients that each rank of a node owns, and the node's mean of them.
+"""The gradients that each rank of a node owns, and their mean over the node.
 
-A rank sends each owner the gradients that it owns, `parts`; an owner averages what it receives into
+A rank sends each owner the gradients that it owns, `parts`. An owner averages what it receives to
 the node's mean, which is exchanged between nodes, and sends the result to the ranks of its node.
 """
 
@@ -15,7 +15,7 @@ from .hierarchy import Place
 
 
 def wide(values: Array) -> Any:
-    """The dtype in which values are summed: float32 for half precision, else their own."""
+    """Return the dtype in which values are summed: float32 for half precision, else their own."""
     half = dtype_name(values) in ("float16", "bfloat16")
     return namespace(values).float32 if half else values.dtype
 
@@ -25,8 +25,8 @@ class Shard:
 
     Attributes
     ----------
-    sizes : elements that each rank of the node owns; `mine` are this rank's
-    values : [mine], the node's means that this rank owns, one behind the other
+    sizes : elements owned by each rank of the node; `mine` is this rank's number
+    values : [mine], the node's means that this rank owns, concatenated
     """
 
     def __init__(self, place: Place, gradients: Sequence[Gradient]) -> None:
@@ -57,25 +57,25 @@ class Shard:
 
     @property
     def gather_bytes(self) -> int:
-        """Bytes that this rank sends to the others of its node as an owner."""
+        """Bytes that this rank sends, as an owner, to the others of its node."""
         return (self.place.layout.size - 1) * self.mine * self._itemsize
 
     def gradients(self, received: Sequence[Array]) -> list[Gradient]:
-        """Return the node's means of what this rank owns; in place if that is one tensor.
+        """Return the node's means of what this rank owns; in place if that is a single tensor.
 
-        received : [mine] values of each other rank of the node, in order; overwritten
+        received : [mine] values from each other rank of the node, in order; overwritten
         """
         if not self.owned:
             self.values = self.none
             return []
-        # In order of rank, so that each run has the same bits. Nodes need not agree on the order:
-        # all ranks receive what the owner computes.
+        # In rank order, so that runs are reproducible. Nodes need not use the same order: all ranks
+        # receive what the owner computes.
         xp = namespace(self.none)
         single = wide(self.none)
         total = xp.astype(join([gradient.values for gradient in self.owned]), single, copy=False)
         before, after = received[: self.place.number], received[self.place.number :]
-        # `total` may be the gradient itself, to which all else is added. So the ranks before this
-        # one are added up first, and their sum to it: a + b is b + a.
+        # `total` may be this rank's gradient itself, which is summed into in place. So the ranks
+        # before this one are summed first, and added to it: a + b is b + a.
         if before:
             first = xp.astype(before[0], single, copy=False)
             for values in before[1:]:
@@ -85,7 +85,7 @@ class Shard:
             total += values
         if self.owned[0].is_float:
             total /= self.place.layout.size
-        else:  # of whole numbers, which libraries do not divide in place
+        else:  # integers, which libraries do not divide in place
             total = total / self.place.layout.size
         self.values = xp.astype(total, self.dtype, copy=False)
         views = split(self.values, [gradient.elements for gradient in self.owned])
@@ -95,11 +95,11 @@ class Shard:
     def finish(self, means: Sequence[Array]) -> None:
         """Write the means into the gradients.
 
-        means : final `values` of each other rank of the node, in order
+        means : final `values` from each other rank of the node, in order
         """
         all_means = [*means[: self.place.number], self.values, *means[self.place.number :]]
         for of_one, mean in zip(self._owned, all_means, strict=True):
-            # Of a single tensor, values may have been received in place.
+            # The values of a single tensor may have been received in place.
             if of_one and mean is not of_one[0].values:
                 means_of = split(mean, [gradient.elements for gradient in of_one])
                 put_all([gradient.values for gradient in of_one], means_of)

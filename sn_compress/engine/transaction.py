@@ -1,12 +1,12 @@
 """Transaction: the residuals of a step, committed or aborted.
 
-What compression leaves out of a gradient travels with the next one, but must not if the gradient
-was never applied. Whether it was is known late, and in several ways: an optimizer steps, a loss
-scaler skips a step, a loop drops a gradient, an exception ends a step. All come down to the same
-verbs. A step `begin`s; when the next one does, `settle` asks what became of it, and its residuals
-are committed, aborted, or, where gradients accumulate over several exchanges, still open. A step
-that broke off is aborted at once, by `undo`. (A step in which a rank has NaN leaves everything as
-it was, on all ranks alike, as the words themselves tell: see allreduce/bucket.py.)
+The residual of a gradient is sent with the next one, but must not be if the gradient was never
+applied. Whether it was is known only later, and in several ways: an optimizer steps, a loss scaler
+skips a step, a loop drops a gradient, an exception ends a step. All are handled by the same verbs.
+A step `begin`s; when the next one does, `settle` determines the outcome, and the step's residuals
+are committed, aborted, or, if gradients accumulate over several exchanges, stay open. A step that
+failed is aborted immediately, by `undo`. (A step in which a rank has NaN changes nothing, on any
+rank, as the words themselves show it: see allreduce/bucket.py.)
 """
 
 from __future__ import annotations
@@ -14,41 +14,41 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
-# "held" where the gradient still waits for a step, as when gradients accumulate.
+# "held": the gradient still waits for an optimizer step, e.g. when gradients accumulate.
 Outcome = Literal["applied", "dropped", "held", "unknown"]
 
 
 class Outcomes(Protocol):
-    """What became of exchanged gradients: a `torch.outcomes.Outcomes`."""
+    """Outcomes of exchanged gradients, e.g. a `torch.outcomes.Outcomes`."""
 
     def sent(self, names: Iterable[str]) -> None:
         """Note that gradients of these tensors are exchanged now."""
 
     def of(self, name: str) -> Outcome:
-        """What became of the last gradient of a tensor."""
+        """Return the outcome of a tensor's last gradient."""
 
 
 class Store(Protocol):
     """Memories by name: an ErrorFeedback, an AllReduceExchange."""
 
     def commit(self, names: Iterable[str] | None = None) -> None:
-        """Keep what was done so far: `abort` takes back what comes after."""
+        """Keep all changes so far: `abort` reverts only later ones."""
 
     def abort(self, names: Iterable[str] | None = None) -> None:
-        """Remember what was remembered after the last commit."""
+        """Restore the memories of the last commit."""
 
     def undo(self, names: Iterable[str] | None = None) -> None:
-        """Abort a step that broke off, on ranks that may have come to different places of it."""
+        """Abort a step that failed, on ranks that may have reached different points of it."""
 
     def rescale(self, factor: float) -> None:
-        """Multiply what is of the size of gradients."""
+        """Multiply everything that scales with gradients."""
 
 
 class Check(Protocol):
-    """What is known of a step once a device has computed it: a `payloads.DeferredCheck`."""
+    """A check of a step, available once a device has computed it: a `payloads.DeferredCheck`."""
 
     def conclude(self) -> None:
-        """PayloadError if what came was damaged."""
+        """Raise PayloadError if what was received is corrupt."""
 
 
 class Transaction:
@@ -56,13 +56,13 @@ class Transaction:
 
     Parameters
     ----------
-    stores : all that is remembered
+    stores : all memories
     outcomes, scaler : see Engine
 
     Attributes
     ----------
-    scale : the unit of the memories, None before a scaler was asked
-    aborted : gradients so far that were sent, and dropped
+    scale : loss scale of the memories, None before the scaler was first read
+    aborted : number of gradients that were sent and then dropped
     checks : of the last step on a device
     """
 
@@ -71,7 +71,7 @@ class Transaction:
         self.scale: float | None = None
         self.checks: list[Check] = []
         self._stores, self._outcomes = tuple(stores), outcomes
-        self._open: set[str] = set()  # tensors that were sent and not committed since
+        self._open: set[str] = set()  # tensors sent and not committed since
 
     def begin(self, names: Collection[str]) -> None:
         """Note that gradients of these tensors are sent now."""
@@ -89,7 +89,7 @@ class Transaction:
         self._open.update(names)
 
     def commit(self, names: Collection[str]) -> None:
-        """Keep the residuals of tensors: what was sent was applied, or is held in a gradient."""
+        """Keep the residuals of tensors whose gradients were applied, or are held in `.grad`."""
         self._open.difference_update(names)
         for store in self._stores:
             store.commit(names)
@@ -102,24 +102,24 @@ class Transaction:
             store.abort(names)
 
     def undo(self, names: Collection[str]) -> None:
-        """Undo a step that broke off; its gradients are counted when the next one begins."""
+        """Undo a failed step; its gradients are counted when the next one begins."""
         for store in self._stores:
             store.undo(names)
 
     def settle(self) -> None:
-        """Between passes: commit applied gradients, abort dropped ones; follow the loss scale.
+        """Between passes, commit applied gradients, abort dropped ones, and track the loss scale.
 
         Raises PayloadError if a payload of the last step was corrupt, on a device.
         """
-        # First, and only once each: what was decoded from damage is not committed.
+        # First, so that nothing decoded from corrupt payloads is committed; each only once.
         checks, self.checks = self.checks, []
         for check in checks:
             check.conclude()
         factor = self._scale_factor()
         outcomes = {name: self._outcome(name) for name in self._open}
-        # A scaler lowers its scale after it has skipped a step, so then a gradient of unknown
-        # outcome was dropped. Held gradients of one scale cannot be added to those of another: a
-        # change of scale closes these, too.
+        # A scaler lowers its scale after skipping a step, so a gradient of unknown outcome was
+        # dropped then. Held gradients of one scale cannot be added to those of another, so a change
+        # of scale closes these as well.
         gone = ("dropped",) if factor >= 1 else ("dropped", "held", "unknown")
         done = ("applied", "unknown") if factor == 1 else ("applied", "unknown", "held")
         self.abort([name for name, outcome in outcomes.items() if outcome in gone])
@@ -129,12 +129,12 @@ class Transaction:
                 store.rescale(factor)
 
     def forget(self) -> None:
-        """Forget open steps, as another state has been loaded."""
+        """Discard open steps, because another state has been loaded."""
         self._open.clear()
         self.checks.clear()
 
     def _scale_factor(self) -> float:
-        """The scaler's scale over the one at the last step."""
+        """Return the scaler's scale over that of the last step."""
         if self.scaler is None:
             return 1.0
         before, self.scale = self.scale, float(self.scaler.get_scale())

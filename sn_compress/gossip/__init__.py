@@ -1,6 +1,6 @@
-"""Gossip training: a rank exchanges with one other per step, whatever their number.
+"""Gossip training: each rank exchanges with one other per step, whatever the number of ranks.
 
-The rims are `sn_compress.torch.gossip` and `sn_compress.tensorflow.gossip`; what is here is pure.
+Framework-independent; the rims are `sn_compress.torch.gossip` and `sn_compress.tensorflow.gossip`.
 """
 
 from .topology import (

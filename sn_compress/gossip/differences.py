@@ -1,22 +1,22 @@
-"""Weights in few bytes: what has changed since a partner was last told.
+"""Compressed weights: sends differences to what a partner already has.
 
-A codec that drops most of a vector is no use for weights: what it drops is lost. The difference to
-what the partner already holds is small and, sent again and again, goes to zero. So both ends of
-every directed pair keep the same copy of the sender's weights, and add to it what the payload says;
-what a payload drops is part of the next difference, an error memory for nothing (CHOCO-SGD:
-Koloskova, Stich, Jaggi 2019). A topology in which a rank has log2(ranks) targets and as many
-sources costs two copies of the model for each, on the host, as soon as it is used. All copies begin
-as the weights that all ranks held at the last exact average.
+A codec that drops most of a vector is useless for weights: what it drops is lost. But the
+difference to the partner's copy is small, and goes to zero if it is sent repeatedly. So both ends
+of every directed pair keep the same copy of the sender's weights, and add each decoded payload to
+it; what a payload drops is part of the next difference, which makes it error feedback for free
+(CHOCO-SGD: Koloskova, Stich, Jaggi 2019). In a topology where a rank has log2(ranks) targets and as
+many sources, that takes two copies of the model per partner, on the host, once it is used. All
+copies start as the weights that all ranks had at the last exact average.
 
-The spread, the distance of the ranks from their mean, is estimated from a few numbers that may be
-summed over the ranks. Exact, it would need a sum of the whole model. Each rank instead makes WIDTH
-numbers of its weights: rows of WIDTH elements are added with random signs, the same on all ranks.
-That is linear, and the squared norm of a vector's numbers is on average that of the vector (the tug
-of war of Alon, Matias and Szegedy 1996, with WIDTH copies that share signs). So the deviations of
-the numbers from their mean over the ranks have the norm of the deviations of the weights, up to a
-standard deviation of 1 / sqrt(2 WIDTH), 4 %, if rows deviate independently. What partners hold of
-each other does not enter: with a codec their copies lag behind, and are nearer to each other than
-the ranks.
+The spread, the distance of the ranks from their mean, is estimated from a few numbers that are
+summed over the ranks; computed exactly it would need a sum of the whole model. Each rank reduces
+its weights to a sketch of WIDTH numbers: rows of WIDTH elements are added with random signs, the
+same on all ranks. This is linear, and the expected squared norm of a vector's sketch is that of the
+vector (the tug-of-war sketch of Alon, Matias and Szegedy 1996, with WIDTH copies that share signs).
+So the deviations of the sketches from their mean over the ranks have the norm of the deviations of
+the weights, up to a standard deviation of 1 / sqrt(2 WIDTH), 4 %, if rows deviate independently.
+Partners' copies are not used for this: with a codec they lag behind, and are closer to each other
+than the ranks are.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from ..codecs.base import Bytes, Codec, Floats, Payload
 from ..errors import CompressError, PayloadError
 from ..saved import count, floats, held, reading
 
-SMALLEST = 1024  # elements; smaller tensors travel as they are
+SMALLEST = 1024  # elements; smaller tensors are not compressed
 # Factor on the mixing weight; Koloskova et al. 2019 call it the consensus step size. Copies lag
-# behind, so ranks that are pulled by them at full weight swing apart: with 2 % of the values in a
-# message, 0.3 and more diverges, however small the learning rate. Some 5 times what is kept.
+# behind, so at full mixing weight the ranks oscillate and diverge: with 2 % of the values in a
+# message, 0.3 and more diverges, however small the learning rate. About 5 times the fraction kept.
 PULL = 0.1
-Copies = tuple[Floats | None, dict[int, Floats], dict[int, Floats]]  # base, told, heard
+Copies = tuple[Floats | None, dict[int, Floats], dict[int, Floats]]  # base, sent, heard
 _FORMAT = 1
 
 Shape = tuple[int, ...]
 
 
 class Differences:
-    """The copies of one bucket of tensors, end to end in one vector of n elements.
+    """The copies of a bucket of tensors, concatenated in a vector of n elements.
 
     Parameters
     ----------
-    shapes : of the tensors, in the order in which they lie in the vector
+    shapes : of the tensors, in the order of the vector
     codec : for the differences of tensors of SMALLEST elements or more; or a function from a shape
-        to one. Settings and shapes must be the same on all ranks.
+        to a codec. Settings and shapes must be the same on all ranks.
     """
 
     def __init__(self, shapes: Sequence[Shape], codec: Codec | Callable[[Shape], Codec]) -> None:
@@ -63,29 +63,29 @@ class Differences:
             for shape, size in zip(shapes, self.sizes, strict=True)
         ]
         self.base: Floats | None = None
-        self._sent: dict[int, Floats] = {}  # by target: what it holds of this rank
-        self._heard: dict[int, Floats] = {}  # by source: what this rank holds of it
+        self._sent: dict[int, Floats] = {}  # by target: its copy of this rank's weights
+        self._heard: dict[int, Floats] = {}  # by source: this rank's copy of its weights
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes of a message, the same at every step."""
+        """Number of bytes of a message, the same at every step."""
         return sum(
             4 * size if codec is None else codec.payload_bytes(size)
             for size, codec in zip(self.sizes, self.codecs, strict=True)
         )
 
     def restart(self, values: Floats | None) -> None:
-        """Begin all copies as these values, [n] float32, that every rank holds; None: later."""
+        """Reset all copies to these values, [n] float32, equal on all ranks; None: set later."""
         self.base = None if values is None else values.copy()
         self._sent.clear()
         self._heard.clear()
 
     def sent_to(self, target: int) -> Floats:
-        """Return the copy of this rank's weights that `target` holds, [n] float32."""
+        """Return the target's copy of this rank's weights, [n] float32."""
         return self._of(self._sent, target)
 
     def heard(self, source: int) -> Floats:
-        """What this rank holds of `source`, [n] float32."""
+        """Return this rank's copy of the source's weights, [n] float32."""
         return self._of(self._heard, source)
 
     def _of(self, copies: dict[int, Floats], rank: int) -> Floats:
@@ -99,22 +99,22 @@ class Differences:
         return copies[rank]
 
     def begin(self, values: Floats, target: int, rank: int) -> tuple[Bytes, Floats]:
-        """The message of a step, and what the target takes this rank's values for.
+        """Return the message of a step, and the target's copy of this rank's values after it.
 
-        Both from copies; of a rank that sits out nothing, and the values as they are. The first
-        values ever are those that all ranks hold.
+        For an idle rank, these are an empty message and the values themselves. The first values
+        passed must be equal on all ranks.
         """
         if self.base is None:
             self.restart(values)
-        # A rank that sits out keeps no copy of itself, and mixes its own values in as they are.
+        # An idle rank has no copy of itself, and mixes in its own values.
         if target == rank:
             return np.empty(0, np.uint8), values
         return self.pack(values, target), self.sent_to(target)
 
     def pack(self, values: Floats, target: int) -> Bytes:
-        """The message to `target` that brings its copy nearer to `values`, [n] float32.
+        """Return the message to `target` that moves its copy towards `values`, [n] float32.
 
-        NaN and Inf travel, so that the target learns of them, and enter no copy.
+        NaN and Inf are sent, so that the target learns of them, but do not enter copies.
         """
         copy = self.sent_to(target)
         parts: list[Bytes] = []
@@ -123,8 +123,8 @@ class Differences:
                 parts.append(values[stretch].view(np.uint8))
                 _replace(copy[stretch], values[stretch])
             else:
-                # Without a state: what this payload drops is in the next difference. The copy moves
-                # by what was decoded, as the target's does, and not by what was to be sent.
+                # No codec state: what this payload drops is in the next difference. The copy is
+                # updated with the decoded values, as is the target's.
                 payload = codec.encode(values[stretch] - copy[stretch])
                 _replace(copy[stretch], copy[stretch] + codec.decode(payload))
                 parts.append(payload.buffer)
@@ -153,7 +153,7 @@ class Differences:
                     payload = Payload.from_bytes(part, n=size)
                 except PayloadError as error:
                     raise PayloadError(f"from rank {source}: {error}") from error
-                # The sum that the sender made, in its order: both copies have the same bits.
+                # The same sum as on the sender, in the same order, so that copies are bit-equal.
                 values[stretch] = copy[stretch] + codec.decode(payload)
             start += part.size
             _replace(copy[stretch], values[stretch])
@@ -167,7 +167,7 @@ class Differences:
         ]
 
     def state_dict(self) -> dict[str, Any]:
-        """The copies, as arrays by rank."""
+        """Return the copies, as arrays by rank."""
         return {
             "format": _FORMAT,
             "base": None if self.base is None else self.base.copy(),
@@ -176,7 +176,7 @@ class Differences:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over saved copies; CompressError, and no change, if they are of other tensors."""
+        """Load saved copies; CompressError, and no change, if they are of other tensors."""
         self.take(self.read(state))
 
     def read(self, state: dict[str, Any]) -> Copies:
@@ -192,10 +192,13 @@ class Differences:
                 {count(rank, "rank"): _vector(copy, self.n) for rank, copy in state[key].items()}
                 for key in ("told", "heard")
             )
-            # A copy that another rank is asked for later begins from the base; without one, both
-            # ends would begin from different weights.
+            # Copies created later start from the base; without it, the two ends would start from
+            # different weights.
             if base is None and (sent or heard):
-                raise CompressError("saved copies without the weights they began with")
+                raise CompressError(
+                    "saved copies lack the weights that they started from; expected what "
+                    "state_dict() returned, unchanged"
+                )
         return base, sent, heard
 
     def take(self, copies: Copies) -> None:
@@ -204,7 +207,7 @@ class Differences:
 
 
 def _replace(copy: Floats, values: npt.NDArray[Any]) -> None:
-    """Update a copy in place; a copy that held NaN once would hold it for ever."""
+    """Update a copy in place, unless with NaN or Inf: the copy would stay NaN forever."""
     if np.isfinite(values).all():
         copy[:] = values
 
@@ -219,27 +222,27 @@ def _vector(saved: Any, n: int) -> Floats:
     return floats(array, "copy", (n,))
 
 
-WIDTH = 256  # numbers of a sketch: a standard deviation of 4 % for 2 KiB in a message
+WIDTH = 256  # numbers in a sketch: a standard deviation of 4 % for a message of 2 KiB
 _SEED = 0  # shared by all ranks
 
 
 def signs(rows: int) -> Floats:
-    """+1 or -1 for each row of WIDTH elements, [rows] float32, the same on all ranks."""
+    """Return +1 or -1 for each row of WIDTH elements, [rows] float32, the same on all ranks."""
     return np.random.default_rng(_SEED).choice(np.array([-1, 1], np.float32), rows)
 
 
 def rows_of(n: int) -> int:
-    """Rows of n elements, the last one filled up with zeros."""
+    """Return the number of rows for n elements, the last one padded with zeros."""
     return -(-n // WIDTH)
 
 
 def spread(total: npt.NDArray[np.float64], ranks: int) -> float:
-    """Root mean square distance to the mean over the root mean square norm.
+    """Return the root mean square distance to the mean over the root mean square norm.
 
-    total : [WIDTH + 2] the sum over the ranks of their numbers, of the squared norm of these, and
-        of the squared norm of the weights
+    total : [WIDTH + 2] the sum over the ranks of their sketches, of the squared norm of the
+        sketches, and of the squared norm of the weights
     """
     numbers, squares, norms = total[:-2], float(total[-2]), float(total[-1])
-    # Of equal ranks rounding could leave less than nothing.
+    # If ranks are equal, rounding could make it negative.
     squared_distance = max(squares - float(numbers @ numbers) / ranks, 0.0)
     return math.sqrt(squared_distance / norms) if norms else 0.0

@@ -1,11 +1,12 @@
-"""Samples that travel around a ring of ranks: used here now, on the next rank in the next epoch.
+"""Samples that circulate around a ring of ranks: in the next epoch they are on the next rank.
 
-Ranks with fixed shards see their own samples only. A shuffle of all samples would send most of them
-across the network at once; here each batch, when it is used, goes to the next rank while it is
-being computed with (Daily et al. 2018). After as many epochs as ranks every sample has been on
-every rank, and in every epoch each is used exactly once.
+Ranks with fixed shards see only their own samples. Shuffling all samples would send most of them
+across the network at once; here each batch is sent to the next rank while it is being computed on
+(Daily et al. 2018). After as many epochs as ranks every sample has been on every rank, and in every
+epoch each is used exactly once.
 
-Pure: a Ring says what to send, and takes what has come; `epoch` is given somebody who carries it.
+Does no communication itself: a Ring says what to send, and takes what has arrived; `epoch_of` gets
+the function that sends.
 """
 
 from __future__ import annotations
@@ -30,15 +31,15 @@ class Ring:
     Parameters
     ----------
     fields : arrays with the samples along their first axis, such as images and labels
-    counts : samples of every rank's shard, in order of rank
+    counts : number of samples in every rank's shard, in rank order
     rank : whose shard this is
-    batch_size : largest number of samples of a batch
+    batch_size : largest number of samples in a batch
     seed : of the order within each epoch
 
     Attributes
     ----------
-    epoch : how many are over
-    steps : batches of an epoch, the same on all ranks: smaller shards have smaller batches
+    epoch : number of finished epochs
+    steps : batches per epoch, the same on all ranks: smaller shards have smaller batches
     """
 
     def __init__(
@@ -61,11 +62,11 @@ class Ring:
                 f"batch_size={batch_size} and shards of {list(counts)}; expected 1 or more each"
             )
         self.fields = [np.ascontiguousarray(field) for field in fields]
-        # Of all ranks: shards travel, and what this rank receives in an epoch is another's number.
+        # Of all ranks: shards move, so the number this rank receives in an epoch is another's.
         self.counts, self.rank, self.seed = list(counts), rank, seed
         self.epoch = 0
-        # Of the largest shard, so that no batch is larger than asked for; all ranks exchange at
-        # each step, so all have as many.
+        # From the largest shard, so that no batch exceeds batch_size. All ranks exchange at each
+        # step, so all have the same number of steps.
         self.steps = -(-max(counts) // batch_size)
         if min(counts) < self.steps:
             raise CompressError(
@@ -73,52 +74,52 @@ class Ring:
                 "sample for every batch. Make the shards more equal, or batch_size larger."
             )
         self._sample_bytes = [f.itemsize * prod(f.shape[1:]) for f in self.fields]
-        # Of the largest batch of any rank: an exchange has one size at all steps.
+        # From the largest batch of any rank: all messages have the same size.
         self.wire_bytes = -(-max(counts) // self.steps) * sum(self._sample_bytes)
         self._parts: list[npt.NDArray[np.int64]] = []
         self._arrived: list[list[Array]] = []
 
     def epoch_of(self, send: Callable[[int, Bytes], Callable[[], Bytes]]) -> Iterator[list[Array]]:
-        """The batches of an epoch, field by field; each travels while it is used.
+        """Yield the batches of an epoch, each a list of fields; each is sent while it is used.
 
-        An epoch that all ranks give up at the same step moves nothing.
+        An epoch that all ranks abandon at the same step leaves the shards unchanged.
 
-        send : starts a batch's bytes on their way to the next rank, at a step, and returns what
-            waits for those of the rank before
+        send : called with step and bytes, starts sending to the next rank; the function it returns
+            waits for the previous rank's bytes
         """
         self.begin()
         wait = None
         try:
             for step in range(self.steps):
                 batch = self.batch(step)
-                # The batch before has travelled while the caller computed with it; only then is the
-                # next one sent, so that at most one is on its way.
+                # The previous batch was sent while the caller computed on it; only now send the
+                # next one, so that at most one is in flight.
                 if wait is not None:
                     self.take(step - 1, wait())
                 wait = send(step, self.pack(batch))
                 yield batch
             assert wait is not None
-            # Forgotten first: were it to raise, `finally` would wait for it a second time.
+            # Cleared first: if it raised, `finally` would wait for it a second time.
             last, wait = wait, None
             self.take(self.steps - 1, last())
             self.end()
         finally:
-            # The caller gave the epoch up: the exchange that the other ranks have begun has to end.
+            # The caller abandoned the epoch: complete the exchange that other ranks have started.
             if wait is not None:
                 wait()
 
     def begin(self) -> None:
-        """Put the samples into the order of this epoch; what an unfinished one has sent is void."""
+        """Shuffle the samples for this epoch; discard what an unfinished epoch has received."""
         generator = np.random.default_rng((self.seed, self.epoch, self.rank))
         self._parts = np.array_split(generator.permutation(len(self.fields[0])), self.steps)
         self._arrived = []
 
     def batch(self, step: int) -> list[Array]:
-        """The samples of a step, field by field."""
+        """Return the samples of a step, a list of fields."""
         return [field[self._parts[step]] for field in self.fields]
 
     def pack(self, batch: Sequence[Array]) -> Bytes:
-        """A batch as bytes for the next rank, [wire_bytes] uint8 on all ranks at all steps."""
+        """Return a batch as bytes for the next rank, [wire_bytes] uint8 on all ranks and steps."""
         wire = np.zeros(self.wire_bytes, np.uint8)
         start = 0
         for field in batch:
@@ -143,7 +144,7 @@ class Ring:
         self._arrived.append(batch)
 
     def end(self) -> None:
-        """The epoch is over: what has come is the shard."""
+        """End the epoch: the received samples become the shard."""
         if len(self._arrived) != self.steps:
             raise CompressError(
                 f"the epoch ended after {len(self._arrived)} of {self.steps} batches had arrived"
@@ -153,11 +154,11 @@ class Ring:
         self.epoch += 1
 
     def _samples(self, epoch: int) -> int:
-        """Samples that this rank has in an epoch: shards move one rank on after each."""
+        """Return this rank's number of samples in an epoch; shards move on by one rank each."""
         return self.counts[(self.rank - epoch) % len(self.counts)]
 
     def state_dict(self) -> dict[str, Any]:
-        """Shard and epoch, between epochs: what an unfinished epoch sent is not kept."""
+        """Return shard and epoch, as between epochs: an unfinished epoch is not saved."""
         return {"epoch": self.epoch, "fields": [field.copy() for field in self.fields]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The settings of a GossipOptimizer, in every framework: what is legal, and alike on all ranks."""
+"""Settings of a GossipOptimizer in any framework: what is legal, and must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from ..errors import CompressError
 from .differences import Differences, Shape
 from .topology import Topology, topology
 
-# Horovod matches messages by name, so two optimizers of the same ranks need names of their own,
-# which all of these ranks choose alike.
+# Horovod matches messages by name, so two optimizers on the same ranks need distinct names, and
+# all of these ranks must choose the same ones.
 _message_counts: Counter[tuple[str, tuple[int, ...]]] = Counter()
 
 
 @dataclass(frozen=True)
 class GossipSettings:
-    """The settings of one optimizer; sn_compress.torch.gossip.GossipOptimizer says what they do.
+    """Settings of one optimizer; see sn_compress.torch.gossip.GossipOptimizer.
 
-    Raises CompressError for settings that are not legal, or not together.
+    Raises CompressError for illegal settings or combinations.
     """
 
     topology: str | Topology
@@ -49,15 +49,15 @@ class GossipSettings:
 
     @property
     def factor(self) -> float:
-        """What every mixing weight is multiplied by."""
+        """The factor on every mixing weight."""
         return self.pull if self.codec else 1.0
 
     def copies(self, shapes: Sequence[Shape]) -> Differences | None:
-        """The copies of a message of tensors of these shapes; None without a codec."""
+        """Return the copies for a message of tensors of these shapes; None without a codec."""
         return None if self.codec is None else Differences(shapes, self.codec)
 
     def graph(self, ranks: int) -> Topology:
-        """Return the topology by its name, or the one passed; CompressError for other ranks."""
+        """Return the topology, created if given by name; CompressError for other ranks."""
         chosen = self.topology
         graph = topology(chosen, ranks) if isinstance(chosen, str) else chosen
         if graph.ranks != ranks:
@@ -75,17 +75,18 @@ class GossipSettings:
         """Return the settings that all ranks must share."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["topology"] = self.graph(ranks)
-        # A function from shapes to codecs shows an address at best: its codecs are of a size.
+        # The repr of a function from shapes to codecs says nothing about its codecs.
         values["codec"] = self.codec if isinstance(self.codec, Codec) else self.codec is not None
         return [(f"setting {name}", plain(value)) for name, value in values.items()]
 
 
 def message_prefix(kind: str, process_set: Any) -> str:
-    """What the names of one more optimizer's or loader's messages begin with, for Horovod.
+    """Return a prefix for the Horovod message names of a new optimizer or loader.
 
-    kind : which of them it is
-    process_set : of Horovod, whose ranks make it, in the same order. Counted by them, as a rank
-        that is outside makes none, and yet is in other sets with those inside
+    kind : "gossip" or "ring"
+    process_set : Horovod process set, whose ranks create these objects in the same order. Counted
+        per set of ranks, because a rank outside of it creates none, but may share other sets with
+        the ranks inside
     """
     key = kind, tuple(process_set.ranks or range(process_set.size()))
     _message_counts[key] += 1

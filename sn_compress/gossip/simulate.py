@@ -1,14 +1,14 @@
-"""Simulated training of up to 1,024 ranks: how far ranks drift apart, and what it costs.
+"""Simulated training on up to 1,024 ranks: how far ranks drift apart, and what it costs.
 
-Every rank descends the same quadratic, half the sum of eigenvalue * x**2 with eigenvalues from
-1e-3 to 1, with a gradient that carries noise of its own. All schemes get the same noise, so they
-differ in nothing but how ranks talk:
+Every rank minimizes the same quadratic, half the sum of eigenvalue * x**2 with eigenvalues from
+1e-3 to 1, with independent gradient noise. All schemes get the same noise, so they differ only in
+how ranks communicate:
 
     all-reduce   every rank steps along the mean gradient
-    alone        nobody talks
-    gradients    a rank averages its gradient with its partner's    (the way of torchdistx)
+    alone        no communication
+    gradients    a rank averages its gradient with its partner's    (as in torchdistx)
     weights      step, then average the weights with the partner's
-    overlapped   (own + partner's)/2 - step, both from before the step: they may travel during it
+    overlapped   (own + partner's)/2 - step, both from before the step: may be sent during it
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ..text_table import text_table
 from .topology import Topology, consensus_distance
 
 SCHEMES = ("all-reduce", "alone", "gradients", "weights", "overlapped")
-RECORDED = 200  # points of a curve
-SETTLED = 0.25  # the last part of a run, over which a result is averaged
+RECORDED = 200  # points on a curve
+SETTLED = 0.25  # last fraction of a run, over which results are averaged
 MOST_RANKS = 1024
 _HEAD = ("scheme", "distance", "growth", "loss of the mean", "loss of a worker")
 
@@ -35,13 +35,13 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Curve:
-    """What happened under one scheme; lists over `steps`.
+    """The result for one scheme; each attribute is a series over `steps`.
 
     Attributes
     ----------
     distance : consensus distance, the root mean square over the ranks
-    mean_loss : of the mean model
-    worker_loss : of a worker, mean over the ranks
+    mean_loss : loss of the mean model
+    worker_loss : loss of a worker, averaged over the ranks
     """
 
     scheme: str
@@ -51,12 +51,12 @@ class Curve:
     worker_loss: tuple[float, ...]
 
     def settled(self, what: str) -> float:
-        """Mean of "distance", "mean_loss" or "worker_loss" over the last quarter."""
+        """Return the mean of "distance", "mean_loss" or "worker_loss" over the last quarter."""
         values = getattr(self, what)
         return float(np.mean(values[-max(1, int(SETTLED * len(values))) :]))
 
     def growth(self) -> float:
-        """Consensus distance of the last quarter over that of the third; 1 is bounded."""
+        """Return the consensus distance of the last quarter over that of the third; 1: bounded."""
         quarter = len(self.distance) // 4
         before = np.mean(self.distance[-2 * quarter : -quarter])
         return float(np.mean(self.distance[-quarter:]) / before) if before else 1.0
@@ -73,15 +73,15 @@ def simulate(
     seed: int = 0,
     progress: Callable[[int], object] = lambda step: None,
 ) -> list[Curve]:
-    """Train under all SCHEMES; a curve for each.
+    """Train with all SCHEMES; return a curve for each.
 
     Parameters
     ----------
-    steps : of training, 8 or more
-    n : parameters of the model
-    rate, momentum : of plain SGD, the same for all schemes
+    steps : training steps, 8 or more
+    n : number of model parameters
+    rate, momentum : learning rate and momentum of SGD, the same for all schemes
     noise : standard deviation of each gradient entry
-    progress : called with the number of steps done, after each
+    progress : called after each step, with the number of steps done
     """
     ranks = topology.ranks
     if ranks > MOST_RANKS or steps < 8 or n < 1:
@@ -112,7 +112,7 @@ def simulate(
             speed = speeds[scheme]
             speed *= momentum
             speed += gradients
-            if scheme == "overlapped":  # mixed before the step: what travels is older than the step
+            if scheme == "overlapped":  # mixed before the step: the weights sent are older
                 values = meeting.mix(values)
             values = values - rate * speed
             replicas[scheme] = meeting.mix(values) if scheme == "weights" else values
@@ -126,18 +126,18 @@ def simulate(
 
 
 def _look(values: Array, curvature: Array) -> tuple[float, float, float]:
-    """Consensus distance, loss of the mean model, mean loss of a worker."""
+    """Return the consensus distance, the loss of the mean model and the mean loss of a worker."""
     mean_loss = 0.5 * float(curvature @ values.mean(0) ** 2)
     worker_loss = 0.5 * float((values**2 @ curvature).mean())
     return consensus_distance(values), mean_loss, worker_loss
 
 
 def table(curves: list[Curve]) -> str:
-    """The last quarter of each curve, as text."""
+    """Return the means over the last quarter of each curve, as a text table."""
     rows = []
     for curve in curves:
         distance, mean, worker = map(curve.settled, ("distance", "mean_loss", "worker_loss"))
-        # What all-reduce leaves is rounding, whose growth says nothing.
+        # With all-reduce the distance is rounding error, whose growth is meaningless.
         growth = f"{curve.growth():.2f}" if distance > 1e-9 else "-"
         rows.append([curve.scheme, f"{distance:.4f}", growth, f"{mean:.4f}", f"{worker:.4f}"])
     return text_table(_HEAD, rows)

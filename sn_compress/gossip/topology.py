@@ -1,21 +1,21 @@
-"""Topology: who hears from whom, step by step, and with what mixing weight.
+"""Topologies: which rank receives from which at each step, and with what mixing weight.
 
-All-reduce hands everybody everything. In gossip a rank sends one message and takes one, so a step
-costs the same at 8 ranks and at 8,000. What one step leaves undone the next ones do: partners
-change so that after about log2(ranks) steps every update has reached every rank.
+All-reduce gives every rank everything. In gossip a rank sends one message and receives one, so a
+step costs the same for 8 ranks and for 8,000. Partners change from step to step, so that after
+about log2(ranks) steps every update has reached every rank.
 
     dissemination   from r - 2**s    Daily et al. 2018 (GossipGraD); Hensgen, Finkel, Manber 1988
     exponential     from r + 2**s    one-peer exponential graph, Ying et al. 2021: its mirror image
     hypercube       with r XOR 2**s  pairs; ranks must be a power of two
-    ring            from r - 1       for comparison: news need ranks - 1 steps
-    exact           pairs            any number of ranks, the exact mean after `steps` steps; in the
-                                     way of the Base-2 graph of Takezawa et al. 2023, sections 4, 5
+    ring            from r - 1       for comparison: updates need ranks - 1 steps
+    exact           pairs            any number of ranks, the exact mean after `steps` steps; like
+                                     the Base-2 graph of Takezawa et al. 2023, sections 4, 5
 
-Nothing here sends anything. How fast a topology brings ranks together follows from its matrices: a
-step of gossip is x <- W x with a doubly stochastic W: rows sum to one, so equal values stay as
-they are; columns do, so the mean over the ranks stays as it is. What is left of a disagreement
-after some steps is bounded by the second largest singular value of their product (Boyd et al. 2006;
-Ying et al. 2021, section 3).
+Nothing here communicates. How fast a topology converges follows from its mixing matrices: a gossip
+step is x <- W x with a doubly stochastic W. Rows sum to one, so equal values are preserved; columns
+sum to one, so the mean over the ranks is preserved. The disagreement left after some steps is
+bounded by the second largest singular value of their product (Boyd et al. 2006; Ying et al. 2021,
+section 3).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ NAMES = ("dissemination", "exponential", "hypercube", "ring", "exact")
 
 @dataclass(frozen=True)
 class Partner:
-    """One rank's part in one step.
+    """One rank's partners in one step.
 
     Attributes
     ----------
-    source, target : the ranks it hears from and sends to; itself where it sits the step out
-    weight : mixing weight of what it hears, in [0, 1]; its own value has 1 - weight
+    source, target : the ranks it receives from and sends to; itself if it is idle in this step
+    weight : mixing weight of what it receives, in [0, 1]; its own value has 1 - weight
     """
 
     source: int
@@ -53,8 +53,8 @@ class Meeting:
 
     Attributes
     ----------
-    sources : whom each rank hears from; a permutation, so each is heard by exactly one
-    weights : mixing weight of what each rank hears, in [0, 1]
+    sources : the rank each rank receives from; a permutation, so each sends to exactly one
+    weights : mixing weight of what each rank receives, in [0, 1]
     """
 
     sources: tuple[int, ...]
@@ -74,7 +74,7 @@ class Meeting:
 
     @cached_property
     def targets(self) -> tuple[int, ...]:
-        """Whom each rank sends to."""
+        """The rank each rank sends to."""
         return tuple(np.argsort(self.sources).tolist())
 
     @property
@@ -82,29 +82,29 @@ class Meeting:
         """The mixing matrix [r, r], doubly stochastic: new values are matrix @ old values."""
         ranks = np.arange(len(self.sources))
         matrix = np.zeros((len(ranks), len(ranks)))
-        # Added: a rank that sits out is its own source, and both entries are the same one.
+        # Added: an idle rank is its own source, so that both entries coincide.
         np.add.at(matrix, (ranks, ranks), 1 - np.array(self.weights))
         np.add.at(matrix, (ranks, np.array(self.sources)), self.weights)
         return matrix
 
     def mix(self, values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        """The matrix times values [r, n], in time and memory that do not grow with r * r."""
+        """Multiply the matrix by values [r, n], without forming the [r, r] matrix."""
         weights = np.array(self.weights)[:, None]
         return values + weights * (values[list(self.sources)] - values)
 
 
 @dataclass(frozen=True, eq=False)
 class Topology:
-    """The meetings of a period, which repeat; made by `topology`.
+    """A periodic sequence of meetings; created by `topology`.
 
     Attributes
     ----------
     name : one of NAMES
-    ranks : how many take part
+    ranks : number of ranks
     meetings : those of one period
-    exact : whether a whole period leaves the mean, up to rounding, on every rank
-    rotate : whether every further period has the ranks in another order
-    seed : of these orders
+    exact : whether every rank has the mean, up to rounding, after a whole period
+    rotate : whether every further period permutes the ranks
+    seed : of the permutations
 
     Examples
     --------
@@ -124,21 +124,21 @@ class Topology:
 
     @property
     def steps(self) -> int:
-        """Steps of one period."""
+        """Number of steps in one period."""
         return len(self.meetings)
 
     def at(self, step: int) -> Meeting:
-        """The meeting of a step, counted from 0."""
+        """Return the meeting of a step, counted from 0."""
         cycle, place = divmod(step, self.steps)
         return _cycle(self, cycle if self.rotate else 0)[place]
 
     def partner(self, rank: int, step: int) -> Partner:
-        """What one rank does at a step."""
+        """Return one rank's partners at a step."""
         meeting = self.at(step)
         return Partner(meeting.sources[rank], meeting.targets[rank], meeting.weights[rank])
 
     def matrix(self, step: int) -> npt.NDArray[np.float64]:
-        """The mixing matrix of a step, [r, r]."""
+        """Return the mixing matrix of a step, [r, r]."""
         return self.at(step).matrix
 
     def __repr__(self) -> str:
@@ -147,15 +147,15 @@ class Topology:
 
 
 def topology(name: str, ranks: int, *, rotate: bool = False, seed: int = 0) -> Topology:
-    """The topology of this name for so many ranks.
+    """Create the topology with this name.
 
     Parameters
     ----------
     name : one of NAMES
     ranks : 1 or more; for "hypercube" a power of two
-    rotate : shuffle the ranks after each period, as GossipGraD does. In our runs it gave nothing
-        (docs/gossip.md), and each rank then talks to all others in time.
-    seed : of these orders; the same on all ranks
+    rotate : permute the ranks after each period, as GossipGraD does. In our runs it gained nothing
+        (docs/gossip.md), and each rank eventually communicates with all others.
+    seed : of the permutations; the same on all ranks
 
     Raises CompressError for an unknown name or a number of ranks it cannot serve.
     """
@@ -177,21 +177,21 @@ def topology(name: str, ranks: int, *, rotate: bool = False, seed: int = 0) -> T
     else:
         shifts = {"dissemination": [-hop for hop in hops], "exponential": hops, "ring": [-1]}
         meetings = [_shifted(ranks, shift) for shift in shifts[name]]
-    # With 2**d ranks, halves with partners at all powers of two are a hypercube's: the exact mean.
+    # With 2**d ranks, averaging with partners at all powers of two is exact, as in a hypercube.
     exact = ranks <= 2 or name == "exact" or (two_to and name != "ring")
-    # Alone, a rank still has a step to count.
+    # A single rank still needs one step per period.
     idle = Meeting(tuple(range(ranks)), (0.0,) * ranks)
     return Topology(name, ranks, tuple(meetings) or (idle,), exact, rotate, seed)
 
 
 def _shifted(ranks: int, shift: int) -> Meeting:
-    """Everyone hears from the rank that is `shift` further on."""
+    """Every rank receives from the rank `shift` further on."""
     sources = tuple((r + shift) % ranks for r in range(ranks))
     return Meeting(sources, tuple(0.0 if source == r else 0.5 for r, source in enumerate(sources)))
 
 
 def _paired(ranks: int, pairs: Iterable[tuple[int, int, float]]) -> Meeting:
-    """Pairs (a, b, weight) exchange; the others sit out."""
+    """Pairs (a, b, weight) exchange; the other ranks are idle."""
     sources, weights = list(range(ranks)), [0.0] * ranks
     for a, b, weight in pairs:
         sources[a], sources[b] = b, a
@@ -200,7 +200,7 @@ def _paired(ranks: int, pairs: Iterable[tuple[int, int, float]]) -> Meeting:
 
 
 def _exact(ranks: int) -> list[Meeting]:
-    """Odd part first, in as many groups as the power of two in it; then a hypercube of groups."""
+    """Average within 2**d groups of an odd number of ranks, then over a hypercube of groups."""
     groups = ranks & -ranks
     odd = ranks // groups
     meetings = [
@@ -219,12 +219,12 @@ def _exact(ranks: int) -> list[Meeting]:
 
 
 def _exact_pairs(n: int) -> list[list[tuple[int, int, float]]]:
-    """Return pairs, step by step, after which each of n has the mean; 2 * floor(log2 n) + 1 steps.
+    """Return pairs per step after which each of n ranks has the mean; 2 * floor(log2 n) + 1 steps.
 
-    n is a sum of powers of two, the sizes of blocks. 1: each block takes its own mean. 2: block by
-    block, the largest first, each later rank is paired with one of the block, with the weight that
-    makes the block's mean that of all: the block's size over the number of ranks from it on. 3: the
-    block takes its mean again, while the later ones continue.
+    n is a sum of powers of two, the sizes of blocks. (1) Each block averages internally. (2) Block
+    by block, the largest first, each later rank is paired with one of the block, with the weight
+    that makes the block's mean the overall mean: the block's size over the number of ranks from it
+    on. (3) The block averages internally again, while the later ones continue.
     """
     if n == 1:
         return []
@@ -237,7 +237,7 @@ def _exact_pairs(n: int) -> list[list[tuple[int, int, float]]]:
         for bit in range(size.bit_length() - 1):
             pairs = [(start + i, start + (i ^ 2**bit), 0.5) for i in range(size)]
             steps[bit] += pairs
-            # The last block, of one, needs none; nor would it have the time.
+            # The last block has size 1 and needs no pairs, for which there would be no steps left.
             steps[largest + number + 1 + bit] += pairs
         if later:
             weight = size / (size + len(later))
@@ -247,11 +247,11 @@ def _exact_pairs(n: int) -> list[list[tuple[int, int, float]]]:
 
 @lru_cache(maxsize=8)
 def _cycle(topology: Topology, cycle: int) -> tuple[Meeting, ...]:
-    """The meetings of one period; from the second one on in the order of that period."""
+    """Return the meetings of one period; from the second one on with permuted ranks."""
     if cycle == 0:
         return topology.meetings
-    # By seed and number of the period alone, so that every rank draws the same order, at any step,
-    # after a restart, too.
+    # Seeded by seed and period only, so that every rank draws the same permutation at any step,
+    # even after a restart.
     place = np.random.default_rng((topology.seed, cycle)).permutation(topology.ranks)
     rank = np.argsort(place)
     return tuple(
@@ -267,7 +267,7 @@ Matrix = npt.NDArray[np.float64]
 
 
 def product(topology: Topology, steps: int | None = None) -> Matrix:
-    """The matrix [r, r] of the first `steps` steps together; None is a whole period."""
+    """Return the matrix [r, r] of the first `steps` steps combined; None: a whole period."""
     matrix = np.eye(topology.ranks)
     for step in range(topology.steps if steps is None else steps):
         matrix = topology.at(step).mix(matrix)
@@ -275,16 +275,16 @@ def product(topology: Topology, steps: int | None = None) -> Matrix:
 
 
 def remainder(matrix: Matrix) -> float:
-    """The part of a disagreement that may be left after the matrix [r, r], in [0, 1]."""
+    """Return the largest fraction of a disagreement left by a matrix [r, r], in [0, 1]."""
     return float(np.linalg.norm(matrix - 1 / len(matrix), 2))
 
 
 def spectral_gap(topology: Topology) -> float:
-    """Return 1 minus the contraction per step, from one period: 1 is exact, 0 is no mixing.
+    """Return 1 minus the contraction per step, over one period: 1 is exact, 0 is no mixing.
 
-    The geometric mean over the steps of a period; a single one-peer step has no gap of its own.
+    The geometric mean over the steps of a period, as a single one-peer step has no gap.
     """
-    # Rounding leaves something of an exact period, of which a root would look like slow mixing.
+    # An exact period leaves a rounding error, whose root would look like slow mixing.
     contraction = remainder(product(topology))
     if contraction <= _rounding(topology, topology.steps):
         return 1.0
@@ -292,7 +292,7 @@ def spectral_gap(topology: Topology) -> float:
 
 
 def steps_to_exact(topology: Topology) -> int | None:
-    """Steps from the first one after which all ranks hold the mean; None if no period ends so."""
+    """Return after how many steps all ranks have the mean; None if one period does not suffice."""
     matrix = np.eye(topology.ranks)
     for step in range(topology.steps):
         if remainder(matrix) <= _rounding(topology, step):
@@ -302,12 +302,12 @@ def steps_to_exact(topology: Topology) -> int | None:
 
 
 def _rounding(topology: Topology, steps: int) -> float:
-    """What rounding may leave in the norm: some ulps of an entry a step, r entries a row."""
+    """Bound on the rounding error in the norm: a few ulps per entry and step, r entries a row."""
     return 4 * topology.ranks * (steps + 1) * float(np.finfo(float).eps)
 
 
 def consensus_distance(weights: npt.ArrayLike) -> float:
-    """Root of the mean squared distance between the ranks' weights, [r, n], and their mean.
+    """Return the root mean square distance of the ranks' weights, [r, n], from their mean.
 
     >>> consensus_distance([[1.0, 0.0], [-1.0, 0.0]])
     1.0

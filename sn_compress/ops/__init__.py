@@ -1,4 +1,4 @@
-"""Functions over arrays: the oracles of the faster back ends in `csrc/compress`.
+"""Functions over arrays: the reference implementations of the faster code in `csrc/compress`.
 
-They import arrays, the extension and errors alone. A file of csrc has its twin's name.
+May import only arrays, the extension and errors. A file in csrc has the name of its counterpart.
 """

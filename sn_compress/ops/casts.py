@@ -1,9 +1,9 @@
-"""Floats as fp16, bf16 or fp8, rounded to nearest, ties to even: the one place for these bits.
+"""Casts of floats to fp16, bf16 or fp8, rounded to nearest, ties to even.
 
 fp8 is e4m3: three bits of mantissa, from 2**-9 to 448, and no Inf (the OCP's 8-bit floats, torch's
 float8_e4m3fn). Gradients have a wider range than that, so each block of 256 values has a scale, a
-power of two, with which its largest comes to lie between 224 and 448. A block travels as one byte
-for the scale and one for each value.
+power of two that brings its largest value between 224 and 448. A block is sent as one byte for the
+scale and one per value.
 """
 
 from __future__ import annotations
@@ -28,40 +28,40 @@ from ..arrays import (
 
 DType = Literal["fp16", "bf16", "fp8"]
 DTYPES: tuple[DType, ...] = ("fp16", "bf16", "fp8")
-_BLOCK = 256  # values of one scale: 8.03 bits an element
+_BLOCK = 256  # values per scale: 8.03 bits per element
 _TORCH = {"fp16": "float16", "bf16": "bfloat16", "fp8": "float8_e4m3fn"}
 _INF = 0x7F800000
-# Added to a float32's bits, carries into the exponent from a mantissa above 448 / 256 on.
+# Added to a float32's bits, it carries into the exponent if the mantissa is above 448 / 256.
 _CARRY = 0x1FFFFF
-# What lies between the exponents of the largest value and of the scale; and the least of a scale:
-# with a lower one an fp8 subnormal would be one of float32, which some devices take for zero.
+# Difference between the exponents of the largest value and of the scale; and the least exponent of
+# a scale: with a lower one fp8 subnormals would be subnormal in float32, which some devices flush.
 _TOP, _LEAST = 8, 10
-_NOT_FINITE = 255  # in the place of a scale; as one of float32 it is Inf
+_NOT_FINITE = 255  # replaces a scale's exponent; as a float32 exponent it is Inf
 
 
 @dataclass(frozen=True)
 class Cast:
-    """One of these types, and how vectors of it travel."""
+    """One of these dtypes, and the encoding of vectors."""
 
     dtype: DType
 
     @property
     def block(self) -> int:
-        """Vectors are of whole blocks of so many elements."""
+        """Elements per block; vectors consist of whole blocks."""
         return _BLOCK if self.dtype == "fp8" else 1
 
     def padded(self, n: int) -> int:
-        """Elements of the blocks that hold n."""
+        """Return n rounded up to whole blocks."""
         return -(-n // self.block) * self.block
 
     def nbytes(self, n: int) -> int:
-        """Bytes of n elements, whole blocks."""
+        """Return the bytes of n elements, whole blocks."""
         return n // _BLOCK * (_BLOCK + 1) if self.dtype == "fp8" else 2 * n
 
     def room(self, n: int, like: Array) -> Array:
-        """[n] zeros where `like` lies, for `encode`: of the type itself where the library has it.
+        """Allocate [n] zeros on the device of `like`, for `encode`; of this dtype if supported.
 
-        So whoever copies values into it has them rounded. fp8 is encoded from float32.
+        Copying values into it then rounds them. fp8 is encoded from float32.
         """
         xp = namespace(like)
         native = is_torch(like) and self.dtype != "fp8"
@@ -69,9 +69,9 @@ class Cast:
         return xp.zeros(n, dtype=dtype, device=device_of(like))
 
     def encode(self, values: Array) -> Array:
-        """[n] float32, or of `room`, as [nbytes(n)] uint8.
+        """Encode [n] float32, or an array from `room`, to [nbytes(n)] uint8.
 
-        Beyond the largest number of fp16 or bf16 is Inf. A block of fp8 with NaN or Inf is NaN.
+        Values beyond the largest of fp16 or bf16 become Inf; fp8 blocks with NaN or Inf all NaN.
         """
         if self.dtype == "fp8":
             return _encode_blocks(values)
@@ -83,7 +83,7 @@ class Cast:
         return halves.view(xp.uint8)
 
     def decode(self, words: Array) -> Array:
-        """What `encode` made, [n] of a type that float32 holds exactly."""
+        """Decode the result of `encode` to [n] of a dtype that converts exactly to float32."""
         xp = namespace(words)
         if self.dtype == "fp8":
             blocks = xp.reshape(words, (-1, _BLOCK + 1))
@@ -100,11 +100,11 @@ class Cast:
 def _encode_blocks(values: Array) -> Array:
     xp = namespace(values)
     blocks = xp.reshape(values, (-1, _BLOCK))
-    # Without the sign that a NaN may have.
+    # Clear the sign bit, which a NaN may have.
     largest = bits_of(largest_of_rows(blocks)) & 0x7FFFFFFF
     scales = clipped((clipped(largest, 0, _INF) + _CARRY >> 23) - _TOP, _LEAST, _NOT_FINITE)
     scales = xp.where(largest < _INF, scales, _NOT_FINITE)
-    # One over the scale; zero for what is not finite, so that its codes are those of zero or NaN.
+    # One over the scale; zero if not finite, so that codes are those of zero or NaN.
     inverse = floats_of(clipped(254 - scales, 0, 254) << 23)
     with np.errstate(all="ignore"):
         codes = to_fp8(blocks * inverse[:, None])
@@ -112,23 +112,23 @@ def _encode_blocks(values: Array) -> Array:
 
 
 def to_fp8(values: Array) -> Array:
-    """The bits of the nearest e4m3, uint8, of float32 up to 448, or NaN.
+    """Return the bits of the nearest e4m3, uint8, for float32 up to 448, or NaN.
 
-    Beyond 464 torch has the largest number since 2.13, and had NaN before.
+    Beyond 464 torch returns the largest number since 2.13, and NaN before.
     """
     xp = namespace(values)
     if is_torch(values):
         return values.to(xp.float8_e4m3fn).view(xp.uint8)
     words = bits_of(values)
     exponent = clipped((words & _INF) >> 23, 127 - 6, 127 + _TOP)
-    # In steps of this exponent: 8 to 16, or fewer below 2**-6.
+    # In units of this exponent's step: 8 to 16, or fewer below 2**-6.
     steps = xp.round(xp.abs(values) * floats_of(257 - exponent << 23))
     codes = (exponent - 121 << 3) + xp.astype(xp.where(steps < 17, steps, 15), xp.int32)
     return xp.astype(codes | words >> 24 & 128, xp.uint8)
 
 
 def _of_fp8(codes: Array) -> Array:
-    """The float32 of bits of e4m3, in their shape."""
+    """Convert bits of e4m3 to float32, keeping the shape."""
     xp = namespace(codes)
     if is_torch(codes):
         return codes.view(xp.float8_e4m3fn).to(xp.float32)
@@ -148,9 +148,9 @@ _FP8 = Constant(_table())
 
 
 def _bf16(values: Array) -> Array:
-    """The bits of the nearest bfloat16, uint16; NaN stays NaN, whatever its lower bits."""
+    """Return the bits of the nearest bfloat16, uint16; NaN stays NaN, whatever its lower bits."""
     xp = namespace(values)
     words = values.view(xp.uint32)
-    # Adding just under half a step, or half where the last kept bit is odd, and cutting.
+    # Add just under half a step, or half if the last kept bit is odd, and truncate.
     rounded = words + 0x7FFF + (words >> 16 & 1) >> 16
     return xp.astype(xp.where(xp.isnan(values), 0x7FC0, rounded), xp.uint16)

@@ -1,22 +1,22 @@
-"""Numbers as digits that an int32 all-reduce can sum, on scales that all ranks share.
+"""Numbers as digits that an int32 all-reduce can sum, on scales shared by all ranks.
 
-**Scales** are quarters of an octave from a table: an exponent e stands for 2**(e / 4). No logarithm
-and no power is taken of an array: libraries differ in their last bit. Nor is an array divided by a
-number: some devices multiply by its inverse. The scale of a column in a step comes from the ranks'
-mean peak in the step before, which travels in a word for each column: an exponent, and above it a
-count of the ranks that had one.
+**Scales** are quarter octaves from a table: an exponent e represents 2**(e / 4). No logarithm or
+power of an array is computed, as libraries differ in the last bit. Nor is an array divided by a
+number, as some devices multiply by the inverse. The scale of a column in a step comes from the
+ranks' mean peak in the previous step, which is sent in a word per column: an exponent, and in the
+high bits the number of ranks that had one.
 
-**Digits** are low-bit integers, several of them in one word. Horovod's torch all-reduce takes no
-type below int32. Four digits d of base 256, or two of base 65536, make one word, sum d_i * base**i.
-As long as the sum over the ranks of each digit stays inside half a base, words add up without a
-carry that matters, and a rank that adds zero words (one that has joined) adds nothing. With 8 ranks
-a digit of base 256 has 15 levels on each side.
+**Digits** are low-bit integers, several per word. Horovod's torch all-reduce supports no integer
+type below int32. Four digits d of base 256, or two of base 65536, form a word, sum d_i * base**i.
+As long as the sum over the ranks of each digit stays within half a base, words can be added without
+a carry that matters, and a rank that adds zero words (one that has joined) contributes nothing.
+With 8 ranks a digit of base 256 has 15 levels on each side.
 
-Digits of one place lie together: word i of w holds digits i, i + w, i + 2 w, i + 3 w. So every
-place is one stretch of memory. No sum of words leaves int32, nor does any step on the way there
-and back: 127 * (1 + 2**8 + 2**16 + 2**24) + 2**23 + 2**15 + 2**7 is 2**31 - 1.
+Digits at the same place are contiguous: word i of w contains digits i, i + w, i + 2 w, i + 3 w. So
+every place is a contiguous range of memory. No sum of words overflows int32, nor does any
+intermediate result: 127 * (1 + 2**8 + 2**16 + 2**24) + 2**23 + 2**15 + 2**7 is 2**31 - 1.
 
-**The checksum** of words is linear in them, so that the sum of the ranks' must be that of the sum.
+**The checksum** of words is linear in them, so the sum of the ranks' must be that of the sum.
 """
 
 from __future__ import annotations
@@ -53,31 +53,31 @@ from ..errors import CompressError
 
 PER_OCTAVE = 4
 LOWEST, HIGHEST = -256, 255  # scales from 2**-64 to nearly 2**64
-# Of exponents of a mean's peak: 2**40 squared and summed over 2**30 elements is 2**110; below
-# 2**-50 the table ends 14 octaves lower, and there are factors smaller than the peak.
+# Range of exponents of a mean's peak: 2**40 squared and summed over 2**30 elements is 2**110; the
+# table ends 14 octaves below 2**-50, and factors may be smaller than the peak.
 ORDINARY = -50, 40
 MOST_EXPONENT = 149  # the least float32 is 2**-149
 _MARGIN = 1  # quarters of an octave between the ranks' mean peak and the largest digit
 
 _EXPONENTS = np.arange(LOWEST, HIGHEST + _MARGIN + 1)
-# Written down, as hosts' exp2 may differ too; a power of two is exact.
+# Literals, as hosts' exp2 may differ as well; a power of two is exact.
 _QUARTERS = np.array(
     [1.0, 1.1892071150027210667, 1.4142135623730950488, 1.6817928305074290861], np.float32
 )
 _SCALES = np.ldexp(_QUARTERS[_EXPONENTS % PER_OCTAVE], _EXPONENTS // PER_OCTAVE)
-COVERED = Constant(_SCALES[:-_MARGIN])  # by each exponent
+COVERED = Constant(_SCALES[:-_MARGIN])  # largest magnitude covered by each exponent
 _units: dict[tuple[int, int], Constant] = {}
 
-_LOW, _HIGH = -300, 300  # of powers of two: those of float32, and of sums in float64
+_LOW, _HIGH = -300, 300  # powers of two: the range of float32, and of sums in float64
 _POWERS = Constant(np.ldexp(1.0, np.arange(_LOW, _HIGH + 1)))
 
 
 def exponent_of(mean: Array) -> int:
-    """The power of two that gradients like a mean are divided by before anything is computed.
+    """Return the exponent of the power of two to divide gradients like a mean by before computing.
 
     0 in the ordinary range, where squares, their sums, products with directions and the scales of
-    this table are far from the ends of float32. mean : [n] float32; one that is not finite, or 0
-    everywhere, says nothing
+    this table are far from the limits of float32; also if the mean, [n] float32, is not finite or
+    all zeros.
     """
     xp = namespace(mean)
     peak = float(xp.max(xp.abs(mean))) if mean.shape[0] else 0.0
@@ -88,10 +88,10 @@ def exponent_of(mean: Array) -> int:
 
 
 def times_power(values: Array, exponent: int) -> Array:
-    """Numbers times 2**exponent; in two products, as one power may be beyond float32."""
+    """Return values * 2**exponent, in two products, as a single power may exceed float32."""
     if not exponent:
         return values
-    half = exponent // 2  # 2**149, which the least float32 takes, is no float32
+    half = exponent // 2  # 2**149, needed for the least float32, exceeds float32
     return values * 2.0**half * 2.0 ** (exponent - half)
 
 
@@ -101,15 +101,15 @@ def covering(peaks: Array) -> tuple[Array, Array]:
     peaks : [n] float32, not negative, finite; clipped to the table
     """
     xp = namespace(peaks)
-    # A search in a table where others take a logarithm: exact, and so the same on all ranks.
+    # A table search rather than a logarithm: exact, and so the same on all ranks.
     exponents = clipped(xp.searchsorted(COVERED.on(peaks), peaks), 0, HIGHEST - LOWEST)
     return xp.astype(exponents, xp.int32) + LOWEST, peaks > 0
 
 
 def units(exponents: Array, limit: int = 1, ranks: int = 1) -> Array:
-    """[n] float32: what a digit of at most `limit` stands for in a mean over ranks.
+    """Return the unit of a digit of at most `limit` in a mean over ranks, [n] float32.
 
-    The digit `limit` of one rank is the largest magnitude it can send, a margin included.
+    The digit `limit` of one rank is the largest magnitude it can send, including a margin.
 
     exponents : [n] int32, LOWEST to HIGHEST
     """
@@ -117,7 +117,7 @@ def units(exponents: Array, limit: int = 1, ranks: int = 1) -> Array:
 
 
 def unit_table(limit: int = 1, ranks: int = 1) -> Constant:
-    """[HIGHEST - LOWEST + 1] float32: the units of all exponents."""
+    """Return the units of all exponents, [HIGHEST - LOWEST + 1] float32."""
     if (limit, ranks) not in _units:
         table = _SCALES[_MARGIN:] / np.float32(limit) / np.float32(ranks)
         _units[limit, ranks] = Constant(table)
@@ -125,14 +125,14 @@ def unit_table(limit: int = 1, ranks: int = 1) -> Constant:
 
 
 def shifted(exponents: Array, quarters: int) -> Array:
-    """Exponents for numbers 2**(quarters / 4) times as large, within the table's."""
+    """Return exponents for numbers 2**(quarters / 4) times as large, clipped to the table."""
     return clipped(exponents + quarters, LOWEST, HIGHEST)
 
 
 def integers(values: Array, bits: int) -> tuple[Array, Array]:
-    """Rows [..., m] float64 as whole numbers of at most 2**bits, and their units [..., 1].
+    """Convert rows [..., m] float64 to integers of at most 2**bits, and their units [..., 1].
 
-    Units are powers of two, so that nothing but the rounding to whole numbers is inexact.
+    Units are powers of two, so that only the rounding to integers is inexact.
     """
     xp = namespace(values)
     peaks = xp.max(xp.abs(values), axis=-1, keepdims=True)
@@ -149,7 +149,7 @@ _COARSEST = 3  # fewer levels on each side than this are not worth their byte
 
 @dataclass(frozen=True)
 class Digits:
-    """How many bits a digit has, and how large one rank's digit may be.
+    """The format of digits.
 
     Attributes
     ----------
@@ -162,17 +162,17 @@ class Digits:
 
     @classmethod
     def of(cls, ranks: int, *, fine: bool = False, most: int = 2**15 - 1) -> Digits:
-        """The narrowest digits `ranks` ranks can sum; 16 bits at least with `fine`.
+        """Return the narrowest digits that `ranks` ranks can sum; with `fine`, at least 16 bits.
 
-        most : that the magnitude of a sum may not exceed
+        most : maximum magnitude of a sum
         """
         if not 1 <= ranks <= MAX_RANKS:
             raise CompressError(
                 f"a sum over {ranks} ranks; expected 1 to {MAX_RANKS}. Use FFTCompression, or "
                 "no compression."
             )
-        # A sum of `ranks` digits has to stay inside half a base, so each rank's share of the levels
-        # shrinks with their number: beyond 42 ranks 8 bits have none left.
+        # A sum of `ranks` digits has to stay within half a base, so each rank's share of the levels
+        # shrinks with their number: beyond 42 ranks 8 bits have too few left.
         for bits in (16,) if fine else (8, 16):
             limit = min(2 ** (bits - 1) - 1, most) // ranks
             if limit >= _COARSEST:
@@ -180,11 +180,11 @@ class Digits:
         return cls(bits, limit)
 
     def words(self, count: int) -> int:
-        """Words that hold `count` digits."""
+        """Return the number of words for `count` digits."""
         return -(-count * self.bits // 32)
 
     def pack(self, digits: Array) -> Array:
-        """[words(count)] int32 from [count] int32 digits of at most `limit`."""
+        """Pack [count] int32 digits of at most `limit` to [words(count)] int32."""
         xp = namespace(digits)
         count, per = digits.shape[0], 32 // self.bits
         if not count:
@@ -194,34 +194,34 @@ class Digits:
             missing = (words * per - count,)
             padding = xp.zeros(missing, dtype=xp.int32, device=digits.device)
             digits = xp.concat([digits, padding])
-        # Sums and products, no shifts and ors: digits are signed, and a sum of words has to be the
-        # word of the sums.
+        # Sums and products rather than shifts and ors: digits are signed, and the sum of words must
+        # be the word of the sums.
         places = [digits[at * words : (at + 1) * words] for at in range(per)]
         return reduce(lambda high, low: high * 2**self.bits + low, reversed(places))
 
     def unpack(self, words: Array, count: int) -> Array:
-        """[count] int32 sums of digits from the summed words."""
+        """Unpack the summed words to [count] int32 sums of digits."""
         xp = namespace(words)
         half, mask = 2 ** (self.bits - 1), 2**self.bits - 1
         shifts = range(0, 32, self.bits)
-        # Half a base on every digit but the highest makes them all positive: none borrows from the
-        # next. The highest keeps the sign of the word.
+        # Adding half a base to every digit but the highest makes them positive, so that none
+        # borrows from the next. The highest keeps the sign of the word.
         biased = words + sum(half << shift for shift in shifts[:-1])
         places = [(shifted_right(biased, shift) & mask) - half for shift in shifts[:-1]]
         return xp.concat([*places, shifted_right(biased, shifts[-1])])[:count]
 
 
-_COUNT = 2**20  # in a column's word, above the exponents' sum
-_SPREAD = 2  # a rank's peak over that of the mean, for a first guess
-_FEW = 8  # launches for which a device need not be asked in another way
+_COUNT = 2**20  # unit of the rank count in a column's word, above the exponents' sum
+_SPREAD = 2  # assumed ratio of a rank's peak to that of the mean, initially
+_FEW = 8  # launches up to which `peaks` on a device handles each run separately
 
 
 class FixedPointColumns:
-    """The columns of many tensors, one behind the other in one vector.
+    """The columns of many tensors, concatenated in one vector.
 
-    shapes : (columns, numbers in each) of each tensor's factor, stored column after column
-    fine : digits of 16 bits at least
-    most : that a sum of digits may not exceed in magnitude
+    shapes : (columns, numbers in each) of each tensor's factor, stored column by column
+    fine : use digits of at least 16 bits
+    most : maximum magnitude of a sum of digits
     """
 
     def __init__(
@@ -234,35 +234,35 @@ class FixedPointColumns:
         self._column_of = Constant(np.repeat(np.arange(self.count), sides))
         self._starts = np.cumsum([0, *sides[:-1]])
         self.sides = np.array(sides, np.int64)
-        # Columns of equal length side by side: runs, and numbers in each.
+        # Runs of adjacent columns of equal length, and numbers in each.
         self._runs = runs_of(sides)
 
     def words(self, ranks: int) -> int:
-        """Words that travel: a scale for each column, and the digits."""
+        """Return the number of words sent: a scale per column, and the digits."""
         return self.count + self.digits(ranks).words(self.size)
 
     def digits(self, ranks: int) -> Digits:
-        """How wide a digit is, and how large a rank's may be."""
+        """Return the format of the digits."""
         return Digits.of(ranks, fine=self.fine, most=self._most)
 
     def split(self, flat: Array) -> list[Array]:
-        """[size] as one [columns, numbers] for each tensor."""
+        """Split [size] into [columns, numbers] for each tensor."""
         pieces = zip(split(flat, self._sizes), self.shapes, strict=True)
         return [namespace(piece).reshape(piece, shape) for piece, shape in pieces]
 
     def join(self, factors: Sequence[Array]) -> Array:
-        """Back to one vector, [size]."""
+        """Invert `split`: join to one vector, [size]."""
         xp = namespace(factors[0])
         return join([xp.reshape(factor, (-1,)) for factor in factors])
 
     def peaks(self, flat: Array) -> Array:
-        """The largest magnitude in each column, [count], of [size]."""
+        """Return the largest magnitude in each column of [size], [count]."""
         xp = namespace(flat)
         sizes = abs(flat)
         if isinstance(sizes, np.ndarray):
             return np.maximum.reduceat(sizes, self._starts)
-        # On a device one launch for all columns; else a maximum for each run of columns of one
-        # length, which needs no index for each number.
+        # On a device one launch for all columns; else a maximum for each run of columns of equal
+        # length, which needs no index per number.
         if len(self._runs) > _FEW and not on_host(flat) and not is_fixed(flat):
             return largest_of(sizes, self._column_of.on(flat), self.count)
         pieces = split(sizes, [count * side for count, side in self._runs])
@@ -280,7 +280,7 @@ class FixedPointColumns:
         return xp.where(some, covered, exponents)
 
     def pack(self, flat: Array, exponents: Array, ranks: int) -> tuple[Array, Array]:
-        """[words] int32 of finite numbers [size], and what they will be read as, [size] float32."""
+        """Pack finite numbers [size] to [words] int32; return these and the quantized numbers."""
         xp = namespace(exponents)
         digits = self.digits(ranks)
         if packed := self._packed(flat, exponents, digits):
@@ -290,17 +290,17 @@ class FixedPointColumns:
         unit = self._spread(units(exponents, digits.limit))
         scaled = rounded(flat / unit, digits.limit)
         words = xp.concat([head, digits.pack(xp.astype(scaled, xp.int32))])
-        scaled *= unit  # in place: `rounded` has made an array that nobody else has
+        scaled *= unit  # in place: `rounded` has returned a new array
         return words, scaled
 
     def unpack(self, total: Array, exponents: Array, ranks: int) -> tuple[Array, Array, Array]:
-        """Sums of digits [size] int32, what one of the mean stands for [size], next exponents."""
+        """Return sums of digits [size] int32, their units in the mean [size], next exponents."""
         xp = namespace(total)
         digits = self.digits(ranks)
         head = total[: self.count]
         counts = shifted_right(head + _COUNT // 2, 20)
         some = counts > 0
-        # At least one: where no rank had a number in the column, nothing may be divided by zero.
+        # At least one, to avoid division by zero if no rank had a number in the column.
         ranked = clipped(counts, 1, MAX_RANKS)
         logs = head - counts * _COUNT
         # The mean, rounded half up in integers: the same wherever it is computed.
@@ -312,7 +312,7 @@ class FixedPointColumns:
         return *unpacked, xp.where(some, clipped(known, LOWEST, HIGHEST), exponents)
 
     def _packed(self, flat: Array, exponents: Array, digits: Digits) -> tuple[Array, Array] | None:
-        """Return what `pack` does, by the extension: the same bits in two passes."""
+        """Run `pack` in the extension, bit-identically in two passes; None if not possible."""
         xp, views = namespace(flat), (host_view(flat), host_view(exponents, INT32))
         if views[0] is None or views[1] is None or (core := _native.core()) is None:
             return None
@@ -328,7 +328,7 @@ class FixedPointColumns:
     def _unpacked(
         self, words: Array, exponents: Array, digits: Digits, ranks: int
     ) -> tuple[Array, Array] | None:
-        """Sums of digits and their units, by the extension."""
+        """Return sums of digits and their units from the extension; None if not possible."""
         xp, views = namespace(words), (host_view(words, INT32), host_view(exponents, INT32))
         if views[0] is None or views[1] is None or (core := _native.core()) is None:
             return None
@@ -342,14 +342,14 @@ class FixedPointColumns:
         return sums, unit
 
     def _spread(self, values: Array) -> Array:
-        """[count] to [size]: each column's value for all its numbers."""
+        """Repeat each column's value for all its numbers, [count] to [size]."""
         if is_fixed(values):
-            return spread(values, self._runs)  # a graph would copy number by number
+            return spread(values, self._runs)  # in a graph `take` would copy number by number
         return take(values, self._column_of.on(values))
 
 
 def numbers(flat: Array) -> tuple[Array, Array]:
-    """[size] float32, zeros where any is not finite, and whether all are (0-d bool)."""
+    """Return [size] float32, all zeros unless all are finite, and whether they are (0-d bool)."""
     xp, view = namespace(flat), host_view(flat)
     if view is not None and (core := _native.core()) is not None:
         all_are = core.all_finite(view)
@@ -365,7 +365,7 @@ _factors: dict[int, Constant] = {}
 
 
 def factors(words: int) -> Constant:
-    """What each word is multiplied with, [words] int64: 1, 0, 3, 4, ..., PRIME - 1, 1, 2, ..."""
+    """Return the factor of each word, [words] int64: 1, 0, 3, 4, ..., PRIME - 1, 1, 2, ..."""
     if words not in _factors:
         table = 1 + np.arange(words, dtype=np.int64) % (PRIME - 1)
         table[1] = 0
@@ -374,17 +374,17 @@ def factors(words: int) -> Constant:
 
 
 def word_sum(words: Array) -> Array:
-    """0-d int64: the sum of factor_i * word_i modulo a prime, word 1, its own place, left out.
+    """Return the sum of factor_i * word_i modulo a prime, 0-d int64, skipping word 1, its own.
 
-    A prime, and no factor a multiple of it, so that no change of a single bit goes unseen, wherever
-    it is. Factors count up from 1 and begin again below the prime. words : [n] int32, 2 or more
+    No factor is a multiple of the prime, so a change of any single bit is detected. Factors count
+    up from 1 and start again below the prime. words : [n] int32, 2 or more
     """
     xp, count = namespace(words), words.shape[0]
     if (host := host_view(words, INT32)) is not None and (core := _native.core()) is not None:
         return xp.asarray(core.word_sum(host), dtype=xp.int64)
     terms = xp.multiply(words, factors(count).on(words))
     blocked = count // _BLOCK * _BLOCK
-    # Summed in blocks before it is divided: a division costs as much as many products.
+    # Summed in blocks before the modulo, which costs as much as many products.
     total = xp.sum(terms[blocked:])
     if blocked:
         blocks = xp.sum(xp.reshape(terms[:blocked], (-1, _BLOCK)), axis=1)

@@ -1,9 +1,9 @@
-"""Pre-quantise by twice the bound, predict integers by their neighbours, entropy-code the rest.
+"""Pre-quantise by twice the bound, predict integers from neighbours, entropy-code differences.
 
 The scheme of SZ and cuSZ (Tian et al., PACT 2020, "dual quantization"), which the paper on
-compressed activations uses (Jin et al., arXiv 2011.09017). Quantising first makes the prediction
-one of integers, so decoding adds no error of its own. Huffman coding is left to zlib, which also
-shortens runs: after a ReLU most symbols are zero.
+compressed activations uses (Jin et al., arXiv 2011.09017). As quantising comes first, integers are
+predicted, and decoding adds no further error. Huffman coding is left to zlib, which also shortens
+runs: after a ReLU most symbols are zero.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ..errors import PayloadError
 
 Floats = npt.NDArray[np.float32]
 
-_FAR = 2**30  # integers from here on escape, so that differences fit 32 bits
-_WIDE = 255  # the symbol of a difference that is no byte; four bytes of it follow all symbols
+_FAR = 2**30  # integers of at least this magnitude escape, so that differences fit 32 bits
+_WIDE = 255  # symbol of a difference that does not fit a byte; its four bytes follow all symbols
 _LEVEL = 1  # of zlib: 9 takes ten times longer for a few per cent
 
 
 class Stream(NamedTuple):
-    """What `pack` makes of [n] values.
+    """The result of `pack` for [n] values.
 
     coded : zlib stream of the symbols
     at, values : positions, ascending int64, and values of the elements that escape
@@ -36,7 +36,7 @@ class Stream(NamedTuple):
 
 
 def pack(values: Floats, bound: float) -> Stream:
-    """Code [n] float32; the error of every element is at most `bound`, or the element escapes."""
+    """Encode [n] float32; the error of every element is at most `bound`, or it escapes."""
     exact = values.astype(np.float64)
     with np.errstate(all="ignore"):
         nearest = np.rint(exact / (2 * bound))
@@ -58,9 +58,9 @@ def pack(values: Floats, bound: float) -> Stream:
 
 
 def unpack(coded: bytes, n: int, bound: float) -> Floats:
-    """The values of a stream, [n] float32; escapes are still to be put in.
+    """Decode a stream to [n] float32, without escapes.
 
-    Raises PayloadError if it is no stream of n symbols. At most 5 n bytes are ever made of it.
+    Raises PayloadError if it is not a stream of n symbols. Decompresses at most 5 n + 1 bytes.
     """
     reader = zlib.decompressobj()
     try:
@@ -77,5 +77,5 @@ def unpack(coded: bytes, n: int, bound: float) -> Floats:
     folded = symbols.astype(np.int64)
     folded[wide] = np.frombuffer(plain[n:], "<u4")
     integers = np.cumsum((folded >> 1) ^ -(folded & 1))
-    with np.errstate(over="ignore"):  # a damaged stream may hold large numbers
+    with np.errstate(over="ignore"):  # a corrupt stream may contain large numbers
         return (integers * (2 * bound)).astype(np.float32)

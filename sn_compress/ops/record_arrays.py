@@ -1,7 +1,7 @@
-"""Records of blocks over any array library, with the bits of csrc/compress/record.cpp.
+"""Records of blocks over any array library, bit-identical to csrc/compress/record.cpp.
 
-Nothing depends on a value: which bins travel is decided by sorting, damage is a flag. See record.py
-for the bits of a record, quantize.py for which bins stay and for the codes.
+No branch depends on a value: which bins are kept is decided by sorting, corruption is a flag. See
+record.py for the format of a record, quantize.py for which bins are kept and for the codes.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from .bits import Fields, counted, low_bits, upper_bits
 from .quantize import MAGNITUDE, MAX_FINITE, NON_FINITE, Layout
 
 _ZERO = Constant(np.zeros((), np.float32))
-_FIXED_BITS = 22  # of a magnitude in fixed point, below 2**24: sums of 2**39 of them fit int64
-_UNIT = 127 + _FIXED_BITS  # a fixed-point magnitude of exponent e counts in 2**(e - _UNIT)
+_FIXED_BITS = 22  # of a fixed-point magnitude, below 2**24: sums of 2**39 of them fit int64
+_UNIT = 127 + _FIXED_BITS  # a fixed-point magnitude of exponent e is in units of 2**(e - _UNIT)
 _SUBNORMAL = 24  # magnitudes of lower exponents may be below the least normal float32
-# From an exponent of float32 to one of half precision, in codes of the latter.
+# Exponent bias of float32 minus that of half precision, in codes of the latter.
 _HALF_BIAS = 112 << 10
 _LEAST_HALF = 0x38800000  # 2**-14, the least normal number of half precision, as a float32
-_POSITION = 2**32 - 1  # room for a position below what it is sorted by
-_FOURS = Constant(4.0 ** (np.arange(254) - 127))  # what a scaled square is worth, by exponent
+_POSITION = 2**32 - 1  # position field in the low bits of a sort key
+_FOURS = Constant(4.0 ** (np.arange(254) - 127))  # unit of a scaled square, by exponent
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """Of each block.
+    """The encoded blocks; each attribute has a row per block.
 
     words : [rows, layout.words] int64, 0 to 2**32 - 1
-    residual : [rows, bins * parts] float32, what was not encoded; the old memory where a block
-        is not finite. None without a memory
-    saturated : [rows] int64, values beyond the end of a fixed range
-    energy, error : [rows] float64, the squared norm of what was encoded and of what was lost, 0 of
-        a block that is not finite; None where they were not asked for
+    residual : [rows, bins * parts] float32, what was not encoded; the old memory if a block is not
+        finite. None without a memory
+    saturated : [rows] int64, number of values beyond the end of a fixed range
+    energy, error : [rows] float64, the squared norm of what was encoded and of what was lost, 0 if
+        a block is not finite; None without `tally`
     """
 
     words: Array
@@ -61,13 +61,13 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Of each record.
+    """The decoded records; each attribute has a row per record.
 
-    at : [rows, k] int64, the bins that it names, ascending; of a damaged one any below `bins`
-    values : [rows, k * parts] float32; of a damaged one anything
-    missing : [rows] bool, whether the block is NaN: it was, or the record is damaged
+    at : [rows, k] int64, its bins, ascending; arbitrary ones below `bins` if it is corrupt
+    values : [rows, k * parts] float32; arbitrary if it is corrupt
+    missing : [rows] bool, whether the block is NaN: it was not finite, or the record is corrupt
     damaged : [rows] bool
-    down : [rows / ranks, 1] float32, what values were multiplied by, of quantize.LARGE_DOWN
+    down : [rows / ranks, 1] float32, the factor applied to values, from quantize.LARGE_DOWN
     """
 
     at: Array
@@ -78,17 +78,17 @@ class Decoded:
 
 
 class Records:
-    """Those of one layout, and what follows from it.
+    """Encodes and decodes records of one layout, with precomputed tables.
 
-    clear_edges : whether imaginary parts of the edge bins may be other than zero, as those of an
-        array library's FFT, and count as zero. FFTs on the host leave zeros there
+    clear_edges : whether imaginary parts of the edge bins may be nonzero, as in an array library's
+        FFT, and are treated as zero. FFTs on the host leave zeros there
     """
 
     def __init__(self, layout: Layout, clear_edges: bool = True) -> None:
         self.layout, self._clear_edges = layout, clear_edges
         kept, bins, parts, bits = layout.kept, layout.bins, layout.parts, layout.code_bits
         self._inner = None
-        if parts == 2:  # imaginary parts of the edges say nothing of a real vector
+        if parts == 2:  # imaginary parts of the edge bins are meaningless for a real vector
             inner = np.ones(2 * bins, bool)
             inner[1] = False
             inner[-1] = layout.block % 2 == 1
@@ -124,15 +124,15 @@ class Records:
         is_large: Array | None = None,
         down: Array | None = None,
     ) -> Encoded:
-        """Records of blocks; see record.encode_records.
+        """Encode blocks to records; see record.encode_records.
 
         coefficients : [rows, bins * parts] float32, which may be overwritten
-        memory : the same shape or None; times `factor` it is added before
+        memory : the same shape or None; times `factor` it is added before encoding
         factor : a number, or [rows, 1] float32
-        top : the range's end (upper half of a float32) if it is not each block's own
-        tally : whether energy and error are asked for
-        is_large, down : [rows] int64, 1 where coefficients are over 2**LARGE_SHIFT, and `factor`
-            makes the memory be so, too; else 0. And what they were multiplied by, [rows, 1]
+        top : end of the range (upper half of a float32) if blocks do not have their own
+        tally : whether to compute energy and error
+        is_large, down : [rows] int64, 1 where coefficients are divided by 2**LARGE_SHIFT (and the
+            memory as well, by `factor`), else 0; and their factor, [rows, 1]
         """
         xp, layout = namespace(coefficients), self.layout
         rows, bins, parts, kept = coefficients.shape[0], layout.bins, layout.parts, layout.kept
@@ -167,7 +167,7 @@ class Records:
             lost_part = xp.reshape(lost_part, (rows * kept, parts))
             residual = xp.reshape(put(pairs, flat, lost_part), (rows, bins * parts))
             if self._inner is not None and layout.values in ("sign", "2bit"):
-                # Without a zero the edges' imaginary parts got a value all the same.
+                # These formats have no zero, so the edges' imaginary parts got a nonzero value.
                 inner = self._inner.on(residual)[None, :]
                 residual = xp.where(inner, residual, xp.zeros_like(residual))
         if tally:
@@ -181,7 +181,7 @@ class Records:
         return Encoded(words, residual, saturated, energy, error)
 
     def decode(self, words: Array, *, ranks: int = 1) -> Decoded:
-        """What records name and hold; those of one block in the same unit.
+        """Decode records; those of the same block to the same unit.
 
         words : [ranks * blocks, layout.words] int64, 0 to 2**32 - 1
         """
@@ -192,7 +192,7 @@ class Records:
         heads, codes = fields[:, :first], fields[:, first : first + kept * layout.parts]
         marked = shifted(heads[:, 0], 15)  # see quantize.LARGE_BIT
         is_large = xp.max(xp.reshape(marked, (ranks, -1)), axis=0)
-        # Without the mark, which is no part of a range: what is left is checked as any head.
+        # Remove the mark, which is not part of the range, before checking the head.
         heads = heads & self._unmarked.on(heads)
         lost = heads[:, 0] == NON_FINITE
         damaged = heads[:, 0] > MAX_FINITE >> 16
@@ -205,7 +205,7 @@ class Records:
         if kept == bins:
             at = xp.broadcast_to(count, (rows, kept))
         else:
-            # Not by a table, which for a whole vector would be many times as large as that.
+            # Without a table, which for a whole vector would be many times as large as the vector.
             marks = bit_fields.one_by_one(words, self._map_at, self._map_bits)
             place = counted(xp, self._map_bits, words)[None, :]
             nowhere = xp.full_like(marks, self._map_bits)
@@ -216,14 +216,14 @@ class Records:
                 if low_bits(kept, bins):
                     at = at + fields[:, fields.shape[1] - kept :]
                 damaged = damaged | xp.any(at[:, 1:] <= at[:, :-1], axis=1) | (at[:, -1] >= bins)
-            # Damaged positions stay inside the arrays; what they add up to is replaced by NaN.
+            # Keep corrupt positions inside the arrays; their sums are replaced by NaN.
             at = clipped(at, 0, bins - 1)
-        missing = damaged  # those marked as lost are among them
+        missing = damaged  # includes those marked as lost
         values = decode_values(codes, _scale_of(heads, layout), layout)
         return Decoded(at, values, missing, damaged ^ lost, down)
 
     def add(self, target: Array, decoded: Decoded, weight: float) -> Array:
-        """[rows * bins, parts] float32 with weighted records added, rank by rank in their order.
+        """Add weighted records to [rows * bins, parts] float32, in rank order.
 
         decoded : of [ranks * rows] records
         """
@@ -234,14 +234,14 @@ class Records:
         at = xp.reshape(decoded.at, (ranks, blocks, layout.kept)) + first
         at = xp.reshape(at, (ranks, -1))
         values = xp.reshape(decoded.values * weight, (ranks, blocks * layout.kept, layout.parts))
-        # Rank by rank: sums of floats in one order. Within a rank no bin comes twice, as `add_at`
-        # wants.
+        # Rank by rank, for a fixed order of float sums. Within a rank no bin repeats, as `add_at`
+        # requires.
         for rank in range(ranks):
             target = add_at(target, at[rank], values[rank])
         return target
 
     def _fields(self, heads: Array, codes: Array, at: Array) -> tuple[Array, Array]:
-        """Offsets and numbers of all fields, [rows, m] int64."""
+        """Return offsets and values of all fields, [rows, m] int64."""
         xp, layout = namespace(codes), self.layout
         rows, kept, bins = at.shape[0], layout.kept, layout.bins
         numbers, ones = [heads, codes], at
@@ -259,7 +259,7 @@ class Records:
 
 
 def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
-    """The k largest bins of each row, ascending, ties to the lower; [rows, k] int64."""
+    """Return the k largest bins of each row, ascending, ties to the lower; [rows, k] int64."""
     xp = namespace(coefficients)
     rows, kept, bins = coefficients.shape[0], layout.kept, layout.bins
     count = counted(xp, bins, peaks)
@@ -269,14 +269,14 @@ def _positions(coefficients: Array, peaks: Array, layout: Layout) -> Array:
         order = bits_of(coefficients) & MAGNITUDE
     else:
         order = bits_of(_squares(coefficients, peaks, layout))
-    # Magnitude above, position below and reversed: no two keys are equal, so all libraries' top-k
-    # agree, and ties go to the lower position.
+    # Magnitude in the high bits, reversed position in the low bits: keys are unique, so all
+    # libraries' top-k agree, and ties go to the lower position.
     keys = xp.astype(order, xp.int64) * (_POSITION + 1) + (_POSITION - count)[None, :]
     return xp.sort(_POSITION - (largest_of_rows(keys, kept) & _POSITION), axis=1)
 
 
 def _squares(coefficients: Array, peaks: Array, layout: Layout) -> Array:
-    """[rows, bins] float32: magnitudes squared, of blocks scaled as quantize.py says."""
+    """Return squared magnitudes, [rows, bins] float32, of blocks scaled as in quantize.py."""
     scaled = coefficients * floats_of((254 - _exponents(peaks)) * 2**23)[:, None]
     squares = scaled * scaled
     if layout.parts == 1:
@@ -286,8 +286,8 @@ def _squares(coefficients: Array, peaks: Array, layout: Layout) -> Array:
 
 
 def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
-    """[rows] float64: the squared norm of the blocks, summed in float32 of their own scale."""
-    # Inner bins stand for a conjugate pair; the edges have none, and count once too often.
+    """Return the squared norm of the blocks, [rows] float64, summed in float32 at their scale."""
+    # Inner bins represent a conjugate pair, so count twice; the edge bins only once.
     xp = namespace(coefficients)
     squares = _squares(coefficients, peaks, layout)
     total = xp.sum(squares, axis=1)
@@ -302,10 +302,11 @@ def _energy(coefficients: Array, peaks: Array, layout: Layout) -> Array:
 def encode_values(
     values: Array, peaks: Array, layout: Layout, top: Any
 ) -> tuple[Array, Array, Array, Array]:
-    """Of kept values: heads [rows, h] int64, their scale, codes [rows, m], saturated [rows].
+    """Return heads [rows, h] int64, their scale, codes [rows, m], and saturated [rows].
 
-    values : [rows, m] float32; peaks : [rows] int32, bits of each block's largest magnitude
-    top : the range's end (upper half of a float32) if it is not each block's own; a number, or
+    values : [rows, m] float32, the kept ones
+    peaks : [rows] int32, bits of each block's largest magnitude
+    top : end of the range (upper half of a float32) if blocks do not have their own; a number, or
         [rows, 1] int64
     """
     if layout.values != "range":
@@ -323,9 +324,9 @@ def encode_values(
 
 
 def _scale_of(heads: Array, layout: Layout) -> Array:
-    """What codes count in, [rows, 1 or 2].
+    """Return the scale of the codes, [rows, 1 or 2].
 
-    The lowest rung of each range, or the levels, int64; of half precision a power of two, float32.
+    The lowest rung of each range, or the levels, int64; for half precision a power of two, float32.
     """
     if layout.values in ("sign", "2bit"):
         return heads
@@ -335,10 +336,10 @@ def _scale_of(heads: Array, layout: Layout) -> Array:
 
 
 def decode_values(codes: Array, scale: Array, layout: Layout) -> Array:
-    """[rows, m] codes, int64, and their scale to [rows, m] float32."""
+    """Decode [rows, m] int64 codes with their scale to [rows, m] float32."""
     xp = namespace(codes)
     if layout.values == "fp16":
-        return _of_halves(codes) / scale  # by a power of two: exact
+        return _of_halves(codes) / scale  # a power of two, so exact
     if layout.values == "range":
         return quantize.decode_window(codes, scale, layout.bits, layout.mantissa)
     level = xp.where(codes >= 2, scale[:, -1:], scale[:, :1])
@@ -346,12 +347,12 @@ def decode_values(codes: Array, scale: Array, layout: Layout) -> Array:
 
 
 def _exponents(peaks: Array) -> Array:
-    """Of each block's binade, [rows] int32 from 0 to 253."""
+    """Return the exponent of each block's binade, [rows] int32 from 0 to 253."""
     return clipped(shifted(peaks, 23), 0, 253)
 
 
 def _halves(values: Array, peaks: Array) -> tuple[Array, Array]:
-    """Heads and codes of half precision, to nearest, ties to even."""
+    """Return heads and codes of half precision, rounded to nearest, ties to even."""
     xp = namespace(values)
     heads = shifted(xp.astype(peaks, xp.int64), 23)[:, None] * 2**7
     scaled = values * _half_scale(heads)
@@ -361,22 +362,22 @@ def _halves(values: Array, peaks: Array) -> tuple[Array, Array]:
     is_small = size < _LEAST_HALF
     steps = xp.where(is_small, xp.abs(scaled), xp.zeros_like(scaled)) * 2.0**24  # exact
     code = xp.where(is_small, xp.astype(xp.round(steps), xp.int64), normal)
-    # In the topmost binade 0x7800 stands for 2**128, so what rounds to it goes down.
+    # In the topmost binade 0x7800 would be 2**128, so round down instead.
     code = xp.where(heads >= 0x7F00, clipped(code, 0, 0x77FF), code)
     return heads, code + xp.astype(words < 0, xp.int64) * 2**15
 
 
 def _half_scale(heads: Array) -> Array:
-    """The power of two that takes a block's peak to [2**14, 2**15), inside half precision."""
+    """Return the power of two that scales a block's peak to [2**14, 2**15), for half precision."""
     xp = namespace(heads)
     return floats_of(xp.astype((268 - clipped(shifted(heads, 7), 15, 255)) * 2**23, xp.int32))
 
 
 def _of_halves(codes: Array) -> Array:
-    """[rows, m] float32 of the numbers in half precision that have these bits, int64."""
+    """Convert half-precision bits, int64, to [rows, m] float32."""
     xp = namespace(codes)
     size, exponent = codes & 0x7FFF, shifted(codes, 10) & 31
-    # Infinity and NaN, which a damaged payload may hold, have the largest exponent in both.
+    # Infinity and NaN, possible in a corrupt payload, have the largest exponent in both formats.
     bias = _HALF_BIAS + xp.astype(exponent == 31, xp.int64) * _HALF_BIAS
     small = bits_of(xp.astype(size, xp.float32) * 2.0**-24)  # exact
     words = xp.where(exponent == 0, xp.astype(small, xp.int64), (size + bias) * 2**13)
@@ -384,14 +385,14 @@ def _of_halves(codes: Array) -> Array:
 
 
 def _fixed(values: Array, exponent: Array) -> Array:
-    """Magnitudes in fixed point, [rows, m] int64, truncated, below 2**24."""
+    """Return magnitudes in fixed point, [rows, m] int64, truncated, below 2**24."""
     xp = namespace(values)
     scaled = values * floats_of((254 - exponent) * 2**23)[:, None]
     return xp.astype(xp.abs(scaled) * 2.0**_FIXED_BITS, xp.int64)
 
 
 def _one_level(values: Array, peaks: Array) -> tuple[Array, Array]:
-    """Heads and codes: signs, and the mean magnitude."""
+    """Return heads and codes: the mean magnitude, and signs."""
     xp = namespace(values)
     exponent = _exponents(peaks)
     mean = xp.sum(_fixed(values, exponent), axis=1) // int(values.shape[1])
@@ -400,7 +401,7 @@ def _one_level(values: Array, peaks: Array) -> tuple[Array, Array]:
 
 
 def _two_levels(values: Array, peaks: Array) -> tuple[Array, Array]:
-    """Heads and codes: sign, and whether above the mean of all."""
+    """Return heads and codes: two levels; signs, and whether above the overall mean."""
     xp = namespace(values)
     exponent = _exponents(peaks)
     fixed = _fixed(values, exponent)
@@ -417,9 +418,9 @@ def _two_levels(values: Array, peaks: Array) -> tuple[Array, Array]:
 
 
 def _bfloat(fixed: Array, exponent: Array) -> Array:
-    """Fixed-point magnitudes as upper halves of float32, to nearest; [rows] int64.
+    """Convert fixed-point magnitudes to upper halves of float32, to nearest; [rows] int64.
 
-    Put together from bits, as a product would lose what a device takes for zero.
+    Assembled from bits, as a product would lose subnormals that a device flushes to zero.
     """
     xp = namespace(fixed)
     bits_of_fixed = xp.astype(bits_of(xp.astype(fixed, xp.float32)), xp.int64)  # exact, below 2**24

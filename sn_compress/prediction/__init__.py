@@ -1,4 +1,4 @@
-"""What a step will cost: layers, links, rates of codecs; and what to make of it while training."""
+"""Prediction of step times from layers, links and codec rates; tuning from it while training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def new_tuner(*args: Any, **options: Any) -> Tuner:
-    """A `tuning.Tuner`; what it needs is loaded with the first one, as few jobs have one."""
+    """Create a `tuning.Tuner`; imported lazily, as few jobs need one."""
     from .tuning import Tuner
 
     return Tuner(*args, **options)

@@ -1,11 +1,11 @@
-"""Whether compression pays: seconds of a step from bytes, a link, a codec and the backward pass.
+"""Cost model: seconds of a step from bytes, a link, a codec and the backward pass.
 
-A ratio of 100 is no speed-up of 100: what a rank sends is not what it receives, every collective
+A ratio of 100 is not a speed-up of 100: what a rank sends is not what it receives, every collective
 has a latency, and the codec takes time. This is the alpha-beta model of all three (Hockney 1994;
-rings as in Thakur, Rabenseifner, Gropp 2005), in a small schedule in which links, the codec and the
-backward pass serve buckets. docs/cost.md derives the formulas.
+rings as in Thakur, Rabenseifner, Gropp 2005), with a simple schedule in which links, the codec and
+the backward pass process buckets. docs/cost.md derives the formulas.
 
-Pure arithmetic: `predict.py` and `tuning.py` pass in what is measured.
+Pure arithmetic: `predict.py` and `tuning.py` pass in the measurements.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from ..errors import CompressError
 
 @dataclass(frozen=True)
 class Layer:
-    """One parameter: weights as (out, in, ...), as torch has them."""
+    """One parameter: weights as (out, in, ...), as in torch."""
 
     name: str
     shape: tuple[int, ...]
 
     @property
     def elements(self) -> int:
-        """Elements of the parameter."""
+        """Number of elements."""
         return prod(self.shape)
 
 
 def layers(model: str) -> list[Layer]:
-    """The parameters of a model; for another name, CompressError lists the models.
+    """Return the parameters of a model; CompressError, listing the models, for other names.
 
     >>> sum(layer.elements for layer in layers("resnet50"))
     25557032
@@ -120,15 +120,15 @@ MODELS = {
 """Name -> its parameters."""
 
 
-BUCKET_ELEMENTS = 25 * 2**20 // 4  # of a bucket of DDP by default; ours are as large
-FUSED_BYTES = 128 * 2**20  # up to which Horovod fuses tensors by default
-BACKWARD = 2 / 3  # of a step's computing: two products where the forward pass has one
+BUCKET_ELEMENTS = 25 * 2**20 // 4  # DDP's default bucket size; ours are as large
+FUSED_BYTES = 128 * 2**20  # Horovod's default fusion threshold
+BACKWARD = 2 / 3  # share of a step's computation: two products for each in the forward pass
 Method = Literal["plain", "fp16", "shared", "gather", "cast"]
-# "inside": to the owners in a node, or from them; its bytes are those of the one that owns most.
+# "inside": to the owners in a node, or from them; its bytes are those of the largest owner.
 Collective = Literal["allreduce", "allgather", "alltoall", "inside"]
 Rounds = tuple[tuple[Collective, int], ...]
 _Worker = Literal["codec", "link", "inside"]
-SLOWEST, FASTEST = 1e5, 1e13  # bytes per second, between which a break-even is sought
+SLOWEST, FASTEST = 1e5, 1e13  # bytes per second: range in which a break-even is searched
 
 
 @dataclass(frozen=True)
@@ -139,10 +139,10 @@ class Link:
     ----------
     bytes_per_s : in each direction
     latency_s : of one message from a rank to the next
-    operation_s : of agreeing on one collective before it begins
-    gpus : ranks of a node, which share the link, and follow each other in a ring
-    inside : from each rank to the others of its node
-    tree : all-reduces use two trees of nodes, as NCCL's do, in place of a ring: as many bytes in
+    operation_s : for negotiating one collective before it begins
+    gpus : number of ranks in a node, which share the link, and are consecutive in a ring
+    inside : link from each rank to the others of its node
+    tree : all-reduces use two trees of nodes, as NCCL's do, instead of a ring: as many bytes in
         2 log2(nodes) messages
     """
 
@@ -165,7 +165,7 @@ class Link:
 
     @classmethod
     def of_gbit(cls, gbit: float, **options: Any) -> Link:
-        """A link of `gbit` Gbit/s (1e9 bits).
+        """Return a link of `gbit` Gbit/s (1e9 bits).
 
         >>> Link.of_gbit(10).bytes_per_s
         1250000000.0
@@ -174,19 +174,19 @@ class Link:
 
 
 INSIDE = {"nvlink": Link(450e9, latency_s=3.4e-6), "pcie": Link(31.5e9, latency_s=5.7e-6)}
-"""Links inside a node by name; stated, not measured. Bytes are those of an H100's NVLink each way
-(18 links of 25 GB/s: NVIDIA's data sheet) and of 16 lanes of PCIe 4.0 (16 GT/s, 128 bits in 130);
-latencies of a hop in a ring are those by which NCCL chooses (src/graph/tuning.cc)."""
+"""Links inside a node by name; specified, not measured. Bandwidths are those of an H100's NVLink
+each way (18 links of 25 GB/s: NVIDIA's data sheet) and of 16 lanes of PCIe 4.0 (16 GT/s, 128 bits
+in 130); latencies per hop in a ring are those in NCCL's tuning model (src/graph/tuning.cc)."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """Cores that ranks of one machine share, on which they compute, encode, and move bytes.
+    """Cores shared by the ranks of one machine, on which they compute, encode and move bytes.
 
     Attributes
     ----------
-    cores, ranks : of the machine, which is one or more nodes of a link
-    move_s, sum_s : CPU seconds to send and receive a byte; sum_s in an all-reduce, which adds, too
+    cores, ranks : of the machine, which comprises one or more nodes of a link
+    move_s, sum_s : CPU seconds to send and receive a byte; sum_s in an all-reduce, which also adds
     """
 
     cores: int
@@ -200,13 +200,13 @@ class Host:
 
     @property
     def share(self) -> float:
-        """Seconds that a rank takes for one second of a core while all ranks work."""
+        """Seconds a rank takes for one core-second of work while all ranks work."""
         return max(1.0, self.ranks / self.cores)
 
     def slower(self, busiest: float, mean: float) -> float:
-        """The amount of unequal work that sets the pace; times `share` it is seconds.
+        """Return the amount of unequal work that determines the time; times `share`, in seconds.
 
-        While the busiest rank of a node goes on, the others leave it their cores.
+        While the busiest rank of a node is working, the others leave it their cores.
         """
         return max(busiest / self.share, mean)
 
@@ -217,19 +217,19 @@ class Host:
 
 
 ALONE = Host(cores=2**30, ranks=1)
-"""Each rank has more cores than it keeps busy, and bytes move without them, as cards do it."""
+"""Each rank has more cores than it can use, and network cards move bytes without them."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How one tensor travels by one method.
+    """The exchange of one tensor by one method.
 
     Attributes
     ----------
-    method : tensors of one method are fused with each other
+    method : tensors with the same method are fused
     rounds : the collective of each round, and the bytes that this rank passes to it
     codec_s : seconds of this rank's codec before the first round, between rounds, after the last
-    elements : of the gradient; 0 for one that travels in a bucket of its own
+    elements : of the gradient; 0 for one that has a separate bucket
     """
 
     method: Method
@@ -246,16 +246,16 @@ class Route:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this rank passes to collectives; inside a node they are not compressed."""
+        """Bytes that this rank passes to collectives, except inside a node (uncompressed)."""
         return sum(size for collective, size in self.rounds if collective != "inside")
 
     @property
     def by_nodes(self) -> bool:
-        """Whether gradients are summed inside a node first, and exchanged between owners."""
+        """Whether gradients are first summed within a node, then exchanged between owners."""
         return self.rounds[0][0] == "inside"
 
     def on(self, ranks: int, link: Link) -> list[tuple[Collective, int, int, Link]]:
-        """The rounds, each with the number of ranks that take part and their link."""
+        """Return the rounds, each with the number of participating ranks and their link."""
         if not self.by_nodes:
             return [(kind, size, ranks, link) for kind, size in self.rounds]
         first, *exchanged, last = self.rounds
@@ -264,18 +264,18 @@ class Route:
         return [(*first, ranks, link), *exchanges, (*last, ranks, link)]
 
     def moved(self, ranks: int, link: Link) -> list[float]:
-        """Bytes that an average rank sends in each round, inside its node or out of it."""
+        """Return the bytes an average rank sends in each round, within its node or out of it."""
         rounds = self.on(ranks, link)
         if not self.by_nodes:
             return [wire_bytes(kind, size, n) for kind, size, n, _ in rounds]
         # All ranks of a node send their gradients, in float32, and receive the means; an exchange
-        # of owners is divided among them.
+        # between owners is divided among them.
         handed = 4 * self.elements * (link.gpus - 1) / link.gpus
         sent = [wire_bytes(kind, size, n) / link.gpus for kind, size, n, _ in rounds[1:-1]]
         return [handed, *sent, handed]
 
     def wire_bytes(self, ranks: int, gpus: int = 1) -> float:
-        """Bytes that leave this rank, or its node of several, and as many reach it."""
+        """Return the bytes that leave this rank, or its node; as many arrive."""
         if self.by_nodes:
             ranks, gpus = ranks // gpus, 1
         return sum(wire_bytes(collective, size, ranks, gpus) for collective, size in self.rounds)
@@ -285,7 +285,7 @@ class Route:
 class Event:
     """A pass, or the work of the codec or a link on a bucket, in seconds from the step's start.
 
-    `tensor` is the first of its bucket, None for the passes.
+    `tensor` is the index of the bucket's first tensor, None for passes.
     """
 
     what: Literal["forward", "backward", "codec", "link", "inside"]
@@ -302,10 +302,10 @@ class Step:
     ----------
     seconds : of the whole step
     compute_s, codec_s, exchange_s : its parts, each without overlap
-    cores_s : in which all cores of a host are busy, which no overlap hides
-    wire_bytes : what leaves each rank, or each node where nodes have several
-    sent_bytes : what a rank passes to collectives
-    events : in order of their start
+    cores_s : seconds in which all cores of a host are busy, which overlap cannot hide
+    wire_bytes : bytes that leave each rank, or each node if nodes have several ranks
+    sent_bytes : bytes that a rank passes to collectives
+    events : ordered by start
     """
 
     seconds: float
@@ -322,9 +322,9 @@ Seconds = Callable[[Link], float]
 
 
 def wire_bytes(collective: Collective, size: float, ranks: int, gpus: int = 1) -> float:
-    """Bytes that leave a node of `gpus` ranks, each of which passes `size` bytes to a collective.
+    """Return the bytes that leave a node of `gpus` ranks that each pass `size` bytes.
 
-    In an all-to-all these are for the others, a part for each. A ring leaves each node once.
+    In an all-to-all these are for the other ranks, a part for each. A ring leaves each node once.
 
     >>> [wire_bytes(kind, 800, 8) for kind in ("allreduce", "allgather", "alltoall")]
     [1400.0, 5600, 800.0]
@@ -339,14 +339,14 @@ def wire_bytes(collective: Collective, size: float, ranks: int, gpus: int = 1) -
 
 
 def latency_s(collective: Collective, ranks: int, link: Link) -> float:
-    """Seconds of a collective of no bytes.
+    """Return the seconds of a collective without bytes.
 
-    Hops between and inside nodes are counted as in NCCL's choice of an algorithm (tuning.cc).
+    Hops between and inside nodes are counted as in NCCL's tuning model (tuning.cc).
     """
     if ranks == 1:
         return 0.0
-    # A ring through all ranks, in which one hop from each node leads to the next; an all-reduce
-    # goes round twice.
+    # A ring through all ranks has one hop from each node to the next; an all-reduce goes around
+    # twice.
     nodes, times = ranks // link.gpus, 2 if collective == "allreduce" else 1
     between, within = times * (nodes - 1), times * (ranks - nodes)
     if collective == "allreduce" and link.tree:
@@ -360,13 +360,13 @@ def latency_s(collective: Collective, ranks: int, link: Link) -> float:
 
 
 def transfer_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
-    """Seconds for the bytes of a collective to pass the slower of a node's links."""
+    """Return the seconds for a collective's bytes to pass the slower of a node's links."""
     seconds = wire_bytes(collective, size, ranks, link.gpus) / link.bytes_per_s
     if link.inside is None:
         return seconds
-    # Inside, a ring carries as many bytes as between nodes, past each rank.
+    # Inside a node, a ring carries as many bytes as between nodes, past each rank.
     inside = wire_bytes(collective, size, ranks)
-    if collective == "inside":  # what the others of its node send to an owner, or it to them
+    if collective == "inside":  # what the others of its node send to an owner, or vice versa
         inside = (link.gpus - 1) * size
     elif collective == "alltoall":
         inside *= (link.gpus - 1) / (ranks - 1)
@@ -374,15 +374,15 @@ def transfer_s(collective: Collective, size: float, ranks: int, link: Link) -> f
 
 
 def collective_s(collective: Collective, size: float, ranks: int, link: Link) -> float:
-    """Seconds of a collective to which each rank passes `size` bytes."""
+    """Return the seconds of a collective to which each rank passes `size` bytes."""
     return latency_s(collective, ranks, link) + transfer_s(collective, size, ranks, link)
 
 
 def latencies_s(routes: Sequence[Route], ranks: int, link: Link) -> float:
-    """Seconds of all collectives of a step if they carried no bytes.
+    """Return the seconds of all collectives of a step if they carried no bytes.
 
-    Tensors of one bucket, method and round share a collective. Those with buckets of their own are
-    fused with others of their method, up to FUSED_BYTES.
+    Tensors of one bucket, method and round share a collective. Those with separate buckets are
+    fused with others of the same method, up to FUSED_BYTES.
     """
     rounds: dict[tuple[str, int, Collective], int] = {}
     bucketed = 0.0
@@ -408,20 +408,20 @@ def step(
     overlap: bool = False,
     host: Host = ALONE,
 ) -> Step:
-    """Predict a step of training.
+    """Predict a training step.
 
     Parameters
     ----------
     routes : one for each tensor, in the order of the forward pass
     compute_s : forward and backward pass together
-    overlap : codec and link work during the backward pass, whose gradients become ready evenly,
-        from the last tensor to the first; otherwise they begin when it is over
-    host : the cores that ranks share; codec_s of routes is then of a core that is not shared, and
-        compute_s of all ranks at once
+    overlap : codec and link work during the backward pass, whose gradients become ready at a
+        uniform rate, from the last tensor to the first; otherwise they begin when it is over
+    host : the cores that ranks share; codec_s of routes is then for an unshared core, and compute_s
+        for all ranks at once
 
-    Gradients travel in buckets: those of one method and number of rounds together, when the last of
-    them is ready. Codec and links may work on different buckets at the same time. By nodes, means
-    are sent inside a node when all buckets are exchanged.
+    Gradients travel in buckets: those with the same method and number of rounds together, when the
+    last of them is ready. Codec and links may work on different buckets at the same time. In a
+    hierarchical exchange, means are sent inside a node when all buckets have been exchanged.
     """
     if not 0 <= compute_s < math.inf:
         raise CompressError(f"compute_s={compute_s!r}; expected seconds of both passes, 0 or more")
@@ -431,7 +431,7 @@ def step(
     stages = [_stages(route, ranks, link, host) for _, _, route in jobs]
     free = {"codec": 0.0, "link": 0.0, "inside": 0.0}
     waiting: list[tuple[float, int, int]] = []
-    exchanged: list[tuple[float, int, int]] = []  # by nodes, until all buckets are
+    exchanged: list[tuple[float, int, int]] = []  # hierarchical, until all buckets are exchanged
     for place, (_, last, _) in enumerate(jobs):
         share = (last + 1) / len(routes) if overlap else 1.0
         waiting.append((forward + share * (compute_s - forward), place, 0))
@@ -440,15 +440,16 @@ def step(
         ready, place, stage = heapq.heappop(waiting)
         tensor, _, route = jobs[place]
         what, seconds = stages[place][stage]
-        # Cards move bytes while cores encode; cores do one or the other: with both at once steps by
-        # nodes came out at 0.78 of those measured (docs/decisions/0108).
+        # Network cards move bytes while cores encode; without them cores do one or the other:
+        # modelled as parallel, steps by nodes came out at 0.78 of those measured
+        # (docs/decisions/0108).
         by = "codec" if what == "inside" and host.share > 1 else what
         start = max(ready, free[by])
         end = start + seconds
         if seconds:
             free[by] = end
             events.append(Event(what, tensor, start, end))
-        if route.by_nodes and stage == len(stages[place]) - 3:  # its means are to be sent inside
+        if route.by_nodes and stage == len(stages[place]) - 3:  # next: send its means inside
             exchanged.append((end, place, stage + 1))
         elif stage + 1 < len(stages[place]):
             heapq.heappush(waiting, (end, place, stage + 1))
@@ -456,9 +457,9 @@ def step(
             all_there = max(exchanged)[0]
             waiting = sorted((all_there, place, stage) for _, place, stage in exchanged)
             exchanged = []
-    # At the end, as if no overlap hid them: which tensor waits for a latency depends on fusion.
+    # Added at the end, as if not overlapped: which tensor waits for a latency depends on fusion.
     latencies = latencies_s(routes, ranks, link)
-    # Cores that are busy all the time bound a step, whatever overlaps.
+    # The total work of the cores is a lower bound of a step, whatever overlaps.
     codec_s = host.share * sum(sum(route.codec_s) for route in routes)
     worked = (compute_s + codec_s) * min(1.0, host.ranks / host.cores)
     busy = worked + sum(sum(_moves(route, ranks, link, host)) for _, _, route in jobs)
@@ -475,19 +476,19 @@ def step(
 
 
 def _moves(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
-    """Return the seconds of all cores to move the bytes of each round."""
+    """Return the core seconds, divided by the cores, to move the bytes of each round."""
     pairs = zip(route.rounds, route.moved(ranks, link), strict=True)
     return [host.moves_s(kind, nbytes) for (kind, _), nbytes in pairs]
 
 
 def _passes(route: Route, ranks: int, link: Link, host: Host) -> list[float]:
     """Return the seconds that the bytes of each round take, on the link or through the cores."""
-    through = [transfer_s(*one) for one in route.on(ranks, link)]
-    return list(map(max, through, _moves(route, ranks, link, host)))
+    transfers = [transfer_s(*arguments) for arguments in route.on(ranks, link)]
+    return list(map(max, transfers, _moves(route, ranks, link, host)))
 
 
 def _stages(route: Route, ranks: int, link: Link, host: Host) -> list[tuple[_Worker, float]]:
-    """Return what works on a bucket, and for how many seconds: the codec and rounds, in turn."""
+    """Return the workers of a bucket and their seconds: the codec and rounds, alternating."""
     stages: list[tuple[_Worker, float]] = [("codec", host.share * route.codec_s[0])]
     passes = _passes(route, ranks, link, host)
     for (kind, _), seconds, codec_s in zip(route.rounds, passes, route.codec_s[1:], strict=True):
@@ -497,15 +498,15 @@ def _stages(route: Route, ranks: int, link: Link, host: Host) -> list[tuple[_Wor
 
 
 def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
-    """Return buckets: a tensor of each, the number of its last gradient, the sum of its routes.
+    """Return buckets: index of a tensor, number of the last gradient, sum of the routes.
 
-    Gradients are computed from the last to the first; the second number counts them.
+    Gradients are computed from the last tensor to the first, and numbered in this order.
     """
     buckets: list[tuple[int, int, Route]] = []
     open_: dict[tuple[object, ...], int] = {}
     filled = 0
     for number, route in enumerate(reversed(routes)):
-        # Frameworks fill buckets by elements, before anything decides how their tensors travel.
+        # Frameworks fill buckets by elements, before their tensors' methods are decided.
         if filled >= BUCKET_ELEMENTS:
             open_, filled = {}, 0
         filled += route.elements
@@ -530,11 +531,11 @@ def _buckets(routes: Sequence[Route]) -> list[tuple[int, int, Route]]:
 def break_even(
     slower: Seconds, faster: Seconds, *, link: Link, low: float = SLOWEST, high: float = FASTEST
 ) -> float:
-    """Bytes per second below which `faster` takes fewer seconds than `slower`.
+    """Return the bytes per second below which `faster` takes fewer seconds than `slower`.
 
-    Both are functions of the link, whose latencies stay those of `link`. `high` if `faster` wins on
-    every link up to it, `low` if on none; else by bisection, to 0.1 %. The two may cross only once,
-    as methods that send fixed bytes do.
+    Both are functions of the link, whose latencies are those of `link`. Returns `high` if `faster`
+    wins on every link up to it, `low` if on none; else bisects, to 0.1 %. The two must cross only
+    once, as methods that send fixed bytes do.
     """
 
     def wins(bytes_per_s: float) -> bool:

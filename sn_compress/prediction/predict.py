@@ -1,4 +1,4 @@
-"""What each method of exchanging gradients would cost a model, before a machine is rented.
+"""Predicts the cost of each exchange method for a model, before a machine is rented.
 
     >>> from sn_compress import Link, predict
     >>> from sn_compress.prediction.cost import layers
@@ -6,8 +6,8 @@
     >>> result.row("plain").ratio, round(result.row("LowRankCompression").ratio)
     (1.0, 100)
 
-Sizes are those that codecs and exchange really send; seconds are those of the model of `cost.py`,
-with codec and link as timed by `rates.py`.
+Sizes are those that codecs and exchange actually send; seconds come from the cost model of
+`cost.py`, with codec rates from `rates.py`.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from . import cost
 from .cost import ALONE, Host, Layer, Link, Method, Rounds, Route, Step, break_even, step
 from .rates import FREE, PASSES, Rates
 
-LIMIT = 0.5  # points of accuracy: for what loses more, `advice` names a lower ratio
-MARGIN = 0.02  # of a step, by which AutoCompression has to be faster than plain
+LIMIT = 0.5  # points of accuracy: if more are lost, `advice` suggests a lower ratio
+MARGIN = 0.02  # fraction of a step by which AutoCompression has to be faster than plain
 
 
 class Lost(NamedTuple):
-    """Points of accuracy lost by a compression on a net, at a ratio of received bytes."""
+    """Points of accuracy lost with a compression on a net, at a ratio of received bytes."""
 
     compression: CompressionName
     net: str
@@ -67,7 +67,7 @@ MEASURED = (
     Lost("FFTCompression", "residual net", 20, 0.21, 2),
     Lost("FFTCompression", "residual net", 50, 0.91, 2),
 )
-"""Of the nets in docs/accuracy.md; a test compares it with benchmarks/results."""
+"""Results for the nets in docs/accuracy.md; a test compares them with benchmarks/results."""
 
 
 def worst(compression: CompressionName, ratio: float) -> Lost | None:
@@ -87,7 +87,7 @@ def within(compression: CompressionName, points: float = LIMIT) -> float | None:
 
 
 def advice(received: Mapping[CompressionName, float]) -> str:
-    """A line for each compression: its largest measured loss of accuracy near a ratio; or ""."""
+    """Return a line per compression with its largest measured loss near a ratio; "" if none."""
     lines = []
     for name, ratio in received.items():
         lost = worst(name, ratio)
@@ -96,7 +96,7 @@ def advice(received: Mapping[CompressionName, float]) -> str:
         line = f"{name}: {lost.points:g} points at {lost.ratio:g}x, {lost.net}"
         highest = within(name)
         if lost.points > LIMIT:
-            # Its setting is theta, from which the ratio follows.
+            # FFTCompression's setting is theta, which determines the ratio.
             at = "{:g}x" if name == "FFTCompression" else "ratio={:g}"
             line += f"; at most {LIMIT:g} at {at.format(highest)}" if highest else "; nothing below"
         lines.append(line)
@@ -109,25 +109,25 @@ METHODS: dict[str, Method] = {
     "plain": "plain", "fp16": "fp16", "CastCompression": "cast", "LowRankCompression": "shared",
     "FFTCompression": "gather",
 }  # fmt: skip
-"""What a step is predicted for, and how gradients travel then."""
+"""Names of the predicted methods, and how gradients are exchanged."""
 BY_NODES = {f"{name} by nodes": method for name, method in METHODS.items() if name != "fp16"}
-MOST_RANKS = 2**20  # of any run, as of more the sums by which ranks compare do not fit an int64
-_TOKEN_BYTES = 4  # of the zero that Horovod all-reduces for each compressed tensor
+MOST_RANKS = 2**20  # for more ranks the sums of `consistency` do not fit an int64
+_TOKEN_BYTES = 4  # size of the zero that Horovod all-reduces for each compressed tensor
 
 
 @dataclass(frozen=True)
 class Row:
-    """One method for the whole model.
+    """The prediction for one method and the whole model.
 
     Attributes
     ----------
-    method : of METHODS or BY_NODES
+    method : one of METHODS or BY_NODES
     step : the predicted step
     ratio : float32 bytes over bytes that a rank passes to collectives
-    speedup : seconds of plain's step over those of this one
-    break_even_gbit, break_even_fp16_gbit : link below which this method's step is faster than
-        plain's, and than fp16's, in Gbit/s
-    tensors : number of tensors by how they travel: small ones travel plain
+    speedup : seconds of the plain step over those of this one
+    break_even_gbit, break_even_fp16_gbit : link rate in Gbit/s below which this method's step is
+        faster than the plain one, and than fp16's
+    tensors : number of tensors by method: small ones are sent plain
     """
 
     method: str
@@ -141,10 +141,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Rows in the order of METHODS, then BY_NODES where nodes have several ranks.
+    """Rows in the order of METHODS, then BY_NODES if nodes have several ranks.
 
-    auto : the method that AutoCompression would come to; where casts can travel, as in DDP
-    impossible : why a method has no row
+    auto : the method AutoCompression would choose where it supports casts, as in DDP
+    impossible : the reasons why methods have no row
     """
 
     ranks: int
@@ -155,7 +155,7 @@ class Prediction:
     impossible: dict[str, str]
 
     def row(self, method: str) -> Row:
-        """The row of a method; CompressError where it has none."""
+        """Return the row of a method; CompressError if it has none."""
         if (row_of := next((row for row in self.rows if row.method == method), None)) is None:
             known = ", ".join(row.method for row in self.rows)
             why = f"there is no row {method!r}; expected one of {known}"
@@ -163,7 +163,7 @@ class Prediction:
         return row_of
 
     def table(self) -> str:
-        """The rows as text, with AutoCompression's choice, why rows are missing, and accuracy."""
+        """Return the rows as text, with AutoCompression's choice, missing rows, and accuracy."""
         link = self.link
         rows = []
         for row in self.rows:
@@ -200,10 +200,10 @@ class Prediction:
         ).rstrip()
 
     def _received(self) -> dict[CompressionName, float]:
-        """Received bytes of plain's all-reduce over those of each compression, as for `Lost`."""
+        """Return received bytes of the plain all-reduce over each compression's, as in `Lost`."""
         rows = {row.method.removesuffix(" by nodes"): row for row in self.rows}
         plain = rows["plain"].step.wire_bytes
-        # One rank, or one node, receives nothing.
+        # A single rank, or node, receives nothing.
         ratios = {
             name: plain / row.step.wire_bytes if plain else row.ratio for name, row in rows.items()
         }
@@ -216,7 +216,7 @@ class Prediction:
 
 
 def gbit_text(gbit: float) -> str:
-    """A break-even as text.
+    """Return a break-even as text.
 
     >>> gbit_text(3.21), gbit_text(8e4), gbit_text(8e-4)
     ('3.2 Gbit/s', 'any', 'none')
@@ -229,7 +229,7 @@ def gbit_text(gbit: float) -> str:
 def routes_of(
     method: Method, layers: Sequence[Layer], *, ranks: int, settings: Settings, rates: Rates
 ) -> list[Route]:
-    """How each tensor of a model travels by one method, in bytes and seconds of codec."""
+    """Return the route of each tensor of a model by one method: bytes and codec seconds."""
     if method == "plain":
         return [_plain(tensor, rates) for tensor in layers]
     if method == "fp16":
@@ -257,15 +257,15 @@ def routes_by_nodes(
     rates: Rates,
     host: Host = ALONE,
 ) -> list[Route]:
-    """As `routes_of`, where each tensor has one owner in a node and owners exchange.
+    """Return routes of a hierarchical exchange: the owners of tensors in nodes exchange them.
 
-    Owners work at the same time, so the busiest sets the pace: its share of all tensors is what
-    counts of each one's seconds of codec, and of its bytes inside a node. On cores that ranks share
-    it is no more than what keeps the cores busy.
+    Owners work in parallel, so the busiest determines the time: codec seconds, and bytes inside a
+    node, are scaled by its share of all tensors. On cores shared by ranks it counts only as much as
+    keeps the cores busy.
     """
     owners = Owners(gpus)
-    # As a run assigns them: gradients come from the last to the first.
-    owner = {one.name: owners.of(one.name, one.elements) for one in reversed(layers)}
+    # In the order of a run: gradients come from the last to the first.
+    owner = {layer.name: owners.of(layer.name, layer.elements) for layer in reversed(layers)}
 
     def busiest_share(of: Sequence[float]) -> float:
         busy = [0.0] * gpus
@@ -281,7 +281,7 @@ def routes_by_nodes(
     routes = []
     for route in between:
         first, *later = (codec * seconds for seconds in route.codec_s)
-        # All copy the whole gradient into a bucket and out of it; an owner adds up its node's.
+        # All ranks copy the whole gradient into and out of a bucket; an owner sums its node's.
         half = route.elements * rates.bucket_s / 2
         added = host.slower(inside, 1 / gpus) * route.elements * gpus * rates.bucket_s / PASSES
         handed: Rounds = (("inside", ceil(4 * inside * route.elements)),)
@@ -299,7 +299,7 @@ def routes_by_method(
     rates: Rates,
     host: Host = ALONE,
 ) -> dict[str, list[Route]]:
-    """Routes by METHODS, and by BY_NODES among several nodes of several ranks; see `_missing`."""
+    """Return routes by METHODS, and by BY_NODES if several nodes have several; see `_missing`."""
     nodes, missing = _nodes(ranks, gpus), _missing(ranks, gpus, rates)
     routes: dict[str, list[Route]] = {
         name: routes_of(method, layers, ranks=ranks, settings=settings, rates=rates)
@@ -315,12 +315,12 @@ def routes_by_method(
 
 
 def _nodes(ranks: int, gpus: int) -> int:
-    """Return how many nodes of several ranks there are; 0 where none or one."""
+    """Return the number of nodes of several ranks; 0 unless there are at least two."""
     return ranks // gpus if gpus > 1 and ranks > gpus else 0
 
 
 def _missing(ranks: int, gpus: int, rates: Rates) -> dict[str, str]:
-    """Return why methods have no routes."""
+    """Return the reasons why methods have no routes."""
     nodes = _nodes(ranks, gpus)
     missing = {
         name: f"no sum is of {many:,} ranks; expected {MAX_RANKS:,} or fewer"
@@ -343,13 +343,13 @@ def _plain(tensor: Layer, rates: Rates) -> Route:
 def _in_bucket(
     tensor: Layer, rates: Rates, of_each: float, times: Sequence[float]
 ) -> tuple[float, ...]:
-    """Add the copies into and out of a bucket, and `of_each` tensor's seconds, to a codec's."""
+    """Add the copies into and out of a bucket, and `of_each` seconds per tensor, to codec times."""
     half = (tensor.elements * rates.bucket_s + of_each) / 2
     return (times[0] + half, *times[1:-1], times[-1] + half)
 
 
 def _cast(tensor: Layer, ranks: int, settings: Settings, rates: Rates) -> Route:
-    """By an all-to-all and a gather; see engine/casts.py."""
+    """Return the route of a cast: an all-to-all and a gather; see engine/casts.py."""
     if not settings.compresses(tensor.shape):
         return _plain(tensor, rates)
     cast, n = Cast(settings.dtype), tensor.elements
@@ -358,13 +358,13 @@ def _cast(tensor: Layer, ranks: int, settings: Settings, rates: Rates) -> Route:
         ("alltoall", ceil(size * (ranks - 1) / ranks)),
         ("allgather", ceil(size / ranks)),
     )
-    # The three parts were not timed one by one: begin, reduce and end count alike.
+    # The three parts were not timed separately: begin, reduce and end count equally.
     times = _in_bucket(tensor, rates, 0.0, [n * rates.owners_s / 3] * 3)
     return Route("cast", rounds, times, n)
 
 
 def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
-    """Gathered, or sent to the owners of blocks, of which an average rank is taken.
+    """Return routes of payloads, gathered or sent to block owners, for an average rank.
 
     See engine/payloads.py.
     """
@@ -380,7 +380,7 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
         n = tensor.elements
         if shares is None:
             size = codec.payload_bytes(n) + _TOKEN_BYTES
-            # In a gather each rank adds up the payloads of all.
+            # In a gather each rank adds the payloads of all.
             after = n * (rates.decode_s + ranks * rates.add_s)
             both = n * rates.encode_s, after
             taken = _in_bucket(tensor, rates, rates.gather_tensor_s, both)
@@ -401,7 +401,7 @@ def _payloads(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Ra
 
 
 def _bytes_by_owners(shares: Shares, tensors: int) -> list[tuple[int, int]]:
-    """Return for each tensor the bytes that an average rank sends to owners, and as an owner."""
+    """Return the bytes that an average rank sends to owners, and as an owner, for each tensor."""
     ranks, parts, means = len(shares.pieces), [0] * tensors, [0] * tensors
     for piece in (piece for of_owner in shares.pieces for piece in of_owner):
         parts[piece.tensor] += shares.parts.payload_bytes(piece.elements)
@@ -414,9 +414,9 @@ def _bytes_by_owners(shares: Shares, tensors: int) -> list[tuple[int, int]]:
 
 
 def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rates) -> list[Route]:
-    """With the sizes that would be chosen if all directions had the same energy.
+    """Return routes with the sizes that would be chosen if all directions had the same energy.
 
-    No gradients are at hand here; of real ones other sizes are chosen, within the same budget.
+    There are no gradients here; real ones lead to other sizes, within the same budget.
     """
     curves = {}
     taken = [tensor for tensor in layers if settings.compresses(tensor.shape)]
@@ -436,8 +436,8 @@ def _shared(layers: Sequence[Layer], ranks: int, settings: Settings, rates: Rate
             half = n * rates.whole_s / 2
             times: tuple[float, ...] = (half, half)
         else:
-            # Of four products with the factors, one is before the rounds, one between them, and
-            # two, for the residual and the mean, after.
+            # Of the four products with the factors, one comes before the rounds, one between them,
+            # and two, for the residual and the mean, after.
             quarter = n * (rates.pass_s + rank * rates.column_s) / 4
             times = (quarter, quarter, 2 * quarter)
         sent: Rounds = tuple(("allreduce", 4 * word) for word in words)
@@ -457,16 +457,17 @@ def predict(
     overlap: bool = False,
     host: Host = ALONE,
 ) -> Prediction:
-    """Seconds of a step by each method; see `cost.step` for compute_s, overlap and host.
+    """Predict the seconds of a step by each method.
 
     Parameters
     ----------
     layers : the parameters, in the order of the forward pass
-    link : between ranks, or between nodes of several
-    settings : of FFTCompression (gather; among three ranks or more by way of the blocks' owners)
-        and LowRankCompression (shared); None: the defaults
-    rates : seconds of the codec, from `measure_rates`; by default it takes none, which is what
-        bytes alone would give
+    ranks : number of ranks
+    link : between ranks, or between nodes of several ranks
+    settings : of FFTCompression (gather; with three or more ranks through block owners) and
+        LowRankCompression (shared); None: the defaults
+    rates : codec seconds, from `measure_rates`; by default zero, which predicts from bytes alone
+    compute_s, overlap, host : see `cost.step`
     """
     settings = settings or Settings()
     if ranks < 1 or not layers or ranks % link.gpus:
@@ -481,7 +482,7 @@ def predict(
     )  # fmt: skip
     of_step = partial(step, ranks=ranks, compute_s=compute_s, overlap=overlap, host=host)
 
-    @cache  # bisections of all rows ask for plain and fp16, partly on the same links
+    @cache  # bisections of all rows evaluate plain and fp16, partly on the same links
     def seconds(name: str, at: Link) -> float:
         return of_step(by_method[name], link=at).seconds
 
@@ -504,7 +505,7 @@ def predict(
                 tensors=dict(Counter(route.method for route in routes)),
             )
         )
-    # It does not go by nodes.
+    # AutoCompression is not hierarchical.
     choices = [name for name in ("LowRankCompression", "CastCompression") if name in by_method]
     auto = min(choices, key=lambda name: seconds(name, link), default="plain")
     if seconds(auto, link) > (1 - MARGIN) * seconds("plain", link):

@@ -1,6 +1,6 @@
-"""Seconds of one rank's codec and of a link, from timed runs.
+"""Timed runs that measure the rates of one rank's codec, and of a link.
 
-Two sizes give a fixed part and a part per unit; both are small, so measuring takes seconds.
+Two sizes yield a fixed and a per-unit part; both sizes are small, so measuring takes seconds.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from ..settings import Settings
 from .cost import Link, wire_bytes
 
 _SIDE = 1024  # rows and columns of the matrix in the timed runs
-_RANKS = 8  # of the payloads and sums in the timed runs
-_TINY = 32  # rows and columns of a matrix whose time is that of the calls for a tensor
-_MANY = 16  # of them
-_BUCKET = 8 * 2**20  # elements, more than caches hold
-PASSES = 3  # over a bucket: in, division, out
+_RANKS = 8  # number of payloads and summands in the timed runs
+_TINY = 32  # rows and columns of a matrix whose time is dominated by call overhead
+_MANY = 16  # number of such matrices
+_BUCKET = 8 * 2**20  # elements; exceeds the caches
+PASSES = 3  # over a bucket: copy in, division, copy out
 _SMALL, _LARGE = 2, 32  # columns of the factors in the timed runs
 _LEAST_S = 1e-13  # per element: a difference of noisy times must not be negative
-_LEAST_LINK_S = 1e-9  # likewise of two all-reduces
+_LEAST_LINK_S = 1e-9  # the same for a difference of two all-reduces
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Seconds of one rank's codec for each element of a tensor, and for each tensor.
+    """Seconds of one rank's codec per element of a tensor, and per tensor.
 
     Attributes
     ----------
     encode_s, decode_s, add_s : gather: to encode, to decode the mean, and to add a rank's payload
-    pass_s, column_s : shared: at any rank of the factors, and for each of their columns
-    whole_s : shared: a tensor without factors, both ways
-    cast_s : fp16, both ways; taken as two copies
-    owners_s : cast, all three parts; this and shared in torch's arrays where torch is loaded
-    bucket_s : of all methods, plain too: the framework copies a gradient into its bucket, divides
-        it, and copies the mean out
-    gather_tensor_s, shared_tensor_s : for each compressed tensor, however small
+    pass_s, column_s : shared: for any rank of the factors, and per column of the factors
+    whole_s : shared: a tensor without factors, encode and decode
+    cast_s : fp16, encode and decode; approximated by two copies
+    owners_s : cast, all three parts; this and shared use torch tensors if torch is loaded
+    bucket_s : all methods, including plain: the framework copies a gradient into its bucket,
+        divides it, and copies the mean out
+    gather_tensor_s, shared_tensor_s : per compressed tensor, whatever its size
     """
 
     encode_s: float = 0.0
@@ -67,7 +67,7 @@ class Rates:
 
 
 FREE = Rates()
-"""A codec that takes no time: the prediction of bytes alone."""
+"""A codec that takes no time: predicts from bytes alone."""
 
 RECORDED = {
     "core": Rates(
@@ -81,18 +81,18 @@ RECORDED = {
         gather_tensor_s=160e-6, shared_tensor_s=400e-6,
     ),
 }  # fmt: skip
-"""Rates measured once, by name, so that what is computed from them is the same everywhere.
+"""Rates measured once, by name, so that results computed from them are reproducible.
 
 "core": one core of an AMD EPYC, from benchmarks/results/pays.json. "h200": an NVIDIA H200, from the
-seconds that compression adds to a step of DDP with ResNet-50 and with GPT-2, divided among elements
-and compressed tensors (benchmarks/results/gpu/exchange_steps.json); most of it is the host's time
-to launch kernels. Its copies and sums are from codec_seconds.json in the same folder. How seconds
-of a gather divide into encoding and decoding was not measured; half is taken for each."""
+seconds that compression adds to a DDP step of ResNet-50 and of GPT-2, attributed to elements and
+compressed tensors (benchmarks/results/gpu/exchange_steps.json); most of it is the host's time to
+launch kernels. Its copies and sums are from codec_seconds.json in the same folder. The split of a
+gather's time into encoding and decoding was not measured; half is assumed for each."""
 
 
 GLOO = {"move_s": 1.2e-9, "sum_s": 0.62e-9}
-"""Of a `cost.Host`: CPU seconds of a byte that Gloo sends and receives, by an all-to-all into new
-memory and by an all-reduce in its own, over the loopback of an AMD EPYC (medians of three runs of
+"""For a `cost.Host`: CPU seconds per byte that Gloo sends and receives, by an all-to-all into new
+memory and by an all-reduce in place, over the loopback of an AMD EPYC (medians of three runs of
 `python -m benchmarks nodes_predicted --measure`, load 8)."""
 
 
@@ -107,9 +107,9 @@ def measure_rates(
 ) -> Rates:
     """Time the codecs of these settings on this machine, on a million elements.
 
-    side : rows and columns of the matrix; beyond 32 MB each array is new memory of the kernel,
-        which takes as long as some passes over it
-    clock : seconds; time.process_time leaves out what other programs take of a busy machine
+    side : rows and columns of the matrix; arrays beyond 32 MB are newly mapped by the kernel each
+        time, which costs as much as a few passes over them
+    clock : returns seconds; time.process_time excludes the time of other programs
     say : called with a line before each part, to show progress
     """
     values = np.random.default_rng(0).laplace(size=side**2).astype(np.float32)
@@ -122,7 +122,7 @@ def measure_rates(
         return least(run) / values.size
 
     say("timing the codec of payloads")
-    # One payload and several, so that decoding can be told from adding.
+    # One payload and several, to separate decoding from adding.
     codec = settings.codec(threads=threads)
     state = codec.new_state(values.size) if settings.feedback else None
     payload = codec.encode(values, state=state)
@@ -138,7 +138,7 @@ def measure_rates(
     matrix, small_one = _in_torch(values), _in_torch(tiny)
     many = [TensorState.of(LowRank([(_TINY, _TINY)], [1]), small_one) for _ in range(_MANY)]
     shared_tensor = least(partial(_exchange, many, [small_one] * _MANY)) / _MANY
-    # Of two ranks of the factors, so that what each column costs can be told from the rest.
+    # Two ranks of the factors, to separate the cost per column from the rest.
     narrow, wide = (
         TensorState.of(LowRank([(side, side)], [columns]), matrix) for columns in (_SMALL, _LARGE)
     )
@@ -153,7 +153,7 @@ def measure_rates(
         pass_s=max(small - _SMALL * column, _LEAST_S),
         column_s=column,
         whole_s=per_element(partial(_exchange, [halved], [matrix])),
-        # NumPy casts far slower than the frameworks, which cast about as fast as memory goes.
+        # NumPy casts far slower than the frameworks, which cast at about memory bandwidth.
         cast_s=2 * per_element(values.copy),
         owners_s=per_element(partial(_cast_by_owners, settings.dtype, _in_torch(values))),
         bucket_s=PASSES * least(partial(np.copyto, copy, bucket)) / bucket.size,
@@ -165,11 +165,11 @@ def measure_rates(
 def fit_link(
     sizes: Sequence[int], seconds: Sequence[float], ranks: int, *, operation_s: float = 0.0
 ) -> Link:
-    """The link on which all-reduces of two sizes took these seconds.
+    """Return the link on which all-reduces of two sizes took these seconds.
 
-    sizes : bytes of a small and of a large all-reduce; from their difference comes the bandwidth,
-        from the small one the latency
-    operation_s : seconds of the small one that are not spent in messages
+    sizes : bytes of a small and of a large all-reduce; their difference gives the bandwidth, the
+        small one the latency
+    operation_s : seconds of the small one that are not spent on messages
 
     >>> link = fit_link([4, 1_000_004], [0.001, 0.0145], 4)
     >>> round(link.bytes_per_s / 1e6)  # 1.5 MB moved in 13.5 ms
@@ -193,7 +193,7 @@ def _seconds(run: Callable[[], object], clock: Callable[[], float]) -> float:
 
 
 def _exchange(tensors: list[TensorState], values: list[Array]) -> None:
-    """Run an exchange of tensors of one kind, in which all ranks have the same values."""
+    """Run an exchange of tensors of one method, in which all ranks have the same values."""
     rounds = exchange(tensors, values, StepOptions(_RANKS, 0))
     words = next(rounds)
     for _ in range(tensors[0].part.rounds - 1):
@@ -205,7 +205,7 @@ def _exchange(tensors: list[TensorState], values: list[Array]) -> None:
 
 
 def _in_torch(values: Floats) -> Array:
-    """A copy, in torch if that is loaded: gradients are then torch's, which other code handles."""
+    """Copy, to a torch tensor if torch is loaded, as the code for its gradients differs."""
     torch = sys.modules.get("torch")
     return values.copy() if torch is None else torch.from_numpy(values.copy())
 

@@ -1,16 +1,16 @@
-"""Whether compression pays for an optimizer: measured at the start, decided once, alike by all.
+"""Decides whether compression pays for an optimizer: measures at the start, decides once.
 
-Published schemes are mostly slower than plain Horovod on the networks people have, and a model of
-seconds is never quite right. So the tuner consults the model first and the clock last:
+Published schemes are mostly slower than plain Horovod on typical networks, and a cost model is
+never quite right. So the tuner consults the model first and the clock last:
 
-1. *plain*: plain steps are timed; then two all-reduces measure the link, and each rank its codec.
+1. *plain*: times plain steps; then two all-reduces measure the link, and each rank its codec.
 2. *choose*: the cost model compares a step with all tensors plain to one in which all that are
-   worth it are compressed, or cast to bf16. If it predicts no gain, all stay plain.
-3. *trial*: as many compressed steps are timed. If their median is not below that of the plain steps
-   by `margin`, all tensors go back to plain for good.
+   large enough are compressed, or cast to bf16. If it predicts no gain, all stay plain.
+3. *trial*: times as many compressed steps. Unless their median is below that of the plain steps by
+   `margin`, all tensors go back to plain for good.
 
-Ranks measure different times, so decisions use integers that an all-reduce has summed: they have
-the same bits on all ranks.
+Ranks measure different times, so decisions use integers summed by an all-reduce, which are
+bit-identical on all ranks.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .rates import Rates, fit_link, measure_rates
 
 _log = logging.getLogger(__name__)
 Array = npt.NDArray[Any]
-LINK_SIZES = (4, 2**22)  # bytes of the two all-reduces: nearly all latency, nearly all bandwidth
-_REPEAT = 5  # of which the fastest counts
+LINK_SIZES = (4, 2**22)  # bytes of two all-reduces, dominated by latency and by bandwidth
+_REPEAT = 5  # repetitions, of which the fastest counts
 _NANO = 1e-9
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What was decided, and from what; the same on all ranks.
+    """The decision and its inputs; the same on all ranks.
 
     Attributes
     ----------
-    method : of all tensors that are worth it
-    compressed : the number of these
+    method : of all tensors that are large enough
+    compressed : number of these tensors
     link, rates : as measured; rates are the mean over the ranks
     plain_s, compressed_s : predicted seconds of codec and exchange
     """
@@ -60,28 +60,28 @@ class Decision:
 
 
 class Tuner:
-    """The choice for one optimizer.
+    """Measures and chooses the method for one optimizer.
 
-    The rim calls `method(name, shape)` for every gradient; a name that comes again begins a step.
-    Measuring happens inside such a call, on all ranks, before the first tensor of a step is sent.
+    The rim calls `method(name, shape)` for every gradient; a repeated name begins a step. Measuring
+    happens inside such a call, on all ranks, before the first tensor of a step is sent.
 
     Parameters
     ----------
     settings : of the exchange that is compared with plain
-    ranks : of the process set
+    ranks : number of ranks in the process set
     total : the rim's all-reduce
-    steps : plain steps, and steps of a trial, that are timed
-    skip : steps before each of them that are not, while names are negotiated
+    steps : number of plain steps, and of trial steps, that are timed
+    skip : number of untimed steps before each of these, while names are negotiated
     margin : fraction of a step by which a trial must be faster
     rates : None measures the codec
-    clock : seconds; replaced in tests
-    plain : the name of plain steps in the log
-    casts : whether the rim can run what casts need, an all-to-all and a gather
+    clock : returns seconds; replaced in tests
+    plain : name of plain steps in the log
+    casts : whether the rim supports what casts need, an all-to-all and a gather
 
     Attributes
     ----------
-    choice : how gradients of this step travel: "plain", "cast" or the exchange of the settings
-    decision : None until it was made
+    choice : method of this step's gradients: "plain", "cast" or the exchange of the settings
+    decision : None until it is made
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Tuner:
         self._began = clock()
 
     def method(self, name: str, shape: Sequence[int]) -> Method:
-        """How the next gradient of this tensor travels; the same on every rank."""
+        """Return the method for the next gradient of this tensor; the same on every rank."""
         if name in self._seen or not self._seen:
             self._step()
             self._seen.clear()
@@ -133,11 +133,11 @@ class Tuner:
 
     @property
     def rests(self) -> bool:
-        """Whether it has been settled for a step, in which residuals of a trial were sent."""
+        """Whether a step has passed since it settled, in which residuals of a trial were sent."""
         return self.settled and self._in_phase > 0
 
     def report(self) -> dict[str, float]:
-        """What was measured and chosen; the same on every rank. See Compression.report."""
+        """Return what was measured and chosen; the same on every rank. See Compression.report."""
         compressed = self.decision.compressed if self.decision and self.choice != "plain" else 0
         return {
             "tuned": float(self.settled), "tuned_tensors": compressed,
@@ -145,17 +145,17 @@ class Tuner:
         }  # fmt: skip
 
     def _step(self) -> None:
-        """Begin a step, and time the one before."""
+        """Begin a step, and time the previous one."""
         if self.settled:
             self._in_phase += 1
             return
-        # The first call of a phase ends no step of it, and `skip` steps are not timed.
+        # The first call of a phase does not end a step of it, and `skip` steps are not timed.
         if self._in_phase > self._skip:
             self._times.append(self._clock() - self._began)
         self._in_phase += 1
         if len(self._times) == self._steps:
             self._judge()
-        # The time that judging took belongs to no step.
+        # Exclude the time spent in `_judge`.
         self._began = self._clock()
 
     def _judge(self) -> None:
@@ -189,7 +189,7 @@ class Tuner:
     def _enter(self, phase: str) -> None:
         self._phase, self._in_phase, self._times = phase, 0, []
         if phase == "trial" and self.choice == "shared":
-            # Its own dense steps come first.
+            # The exchange starts with dense steps.
             self._in_phase = -self.settings.warmup
 
     def _why(self) -> str:
@@ -202,7 +202,7 @@ class Tuner:
         )
 
     def _decide(self) -> Decision:
-        """Measure, then consult the model; all ranks call it at once."""
+        """Measure, then consult the cost model; all ranks call it at once."""
         link = self._measure_link()
         rates = self._agree(self._rates or measure_rates(self.settings, repeat=1, say=_log.debug))
         layers = [self._layers[name] for name in sorted(self._layers)]
@@ -219,7 +219,7 @@ class Tuner:
         plain_s = seconds(routes("plain"))
         compressed_s, best = min((seconds(routes(method)), method) for method in methods)
         pays = compressed_s <= (1 - self._margin) * plain_s
-        # Routes of tensors that are too small are plain.
+        # Tensors that are too small have plain routes.
         count = sum(route.method != "plain" for route in routes(best))
         method = best if pays and count else "plain"
         return Decision(method, count, link, rates, plain_s, compressed_s)
@@ -231,22 +231,22 @@ class Tuner:
             values = np.zeros(size // 4, np.float32)
             times = []
             for number in range(_REPEAT):
-                # All begin together, or the first rank would measure how late the others are.
+                # Start together, or the first rank would measure how late the others are.
                 self._total(f"sn.tune.ready.{size}.{number}", np.zeros(1, np.int64))
                 start = self._clock()
                 self._total(f"sn.tune.link.{size}.{number}", values)
                 times.append(self._clock() - start)
             best.append(self._mean(min(times)))
-        # All of the small one counts as messages: how much is agreement cannot be told here.
+        # Attribute the small one to messages entirely: negotiation cannot be separated here.
         return fit_link(LINK_SIZES, best, self.ranks)
 
     def _agree(self, rates: Rates) -> Rates:
-        """The mean over the ranks, each number in whole femtoseconds."""
+        """Return the mean over the ranks, each number in whole femtoseconds."""
         words = np.array([round(value * 1e15) for value in vars(rates).values()], np.int64)
         total = self._total("sn.tune.rates", words)
         return Rates(*(int(value) / self.ranks / 1e15 for value in total))
 
     def _mean(self, seconds: float) -> float:
-        """The mean over the ranks, in whole nanoseconds: the same number on all of them."""
+        """Return the mean over the ranks, in whole nanoseconds: the same number on all of them."""
         words = np.array([round(seconds / _NANO)], np.int64)
         return int(self._total("sn.tune.seconds", words)[0]) * _NANO / self.ranks

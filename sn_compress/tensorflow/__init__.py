@@ -1,7 +1,7 @@
-"""The rims of TensorFlow and Keras: tensors in, tensors out, one file for one seam.
+"""TensorFlow and Keras rims, over Horovod, one file per integration point.
 
-May import TensorFlow, Keras, Horovod and all of the core; no other room, and nothing imports it.
-This file loads none of them: every rim here needs Horovod.
+May import TensorFlow, Keras, Horovod and all of the core, but no other package; nothing imports it.
+This file loads none of them; every module here needs Horovod.
 """
 
 from ..errors import need

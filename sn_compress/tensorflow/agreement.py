@@ -1,4 +1,4 @@
-"""Horovod's TensorFlow: what ranks agree on while they trace, and compare at steps of the graph."""
+"""Horovod's TensorFlow: agreement of ranks while tracing, and comparisons in steps of the graph."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..errors import CompressError
 from ..ops import products
 
 _log = logging.getLogger(__name__)
-_DIGEST_WORDS = 17  # of `digest_words`, 8 bytes each
+_DIGEST_WORDS = 17  # length of `digest_words`, 8 bytes each
 _DO = (
     "Give all ranks the same model and variables in the same order, the same number of optimizers, "
     "and the same arguments."
@@ -29,12 +29,12 @@ _DO = (
 
 
 def elastic() -> bool:
-    """Whether this is an elastic run: ranks that come later have not traced, so none are asked."""
+    """Whether this is an elastic run: no comparisons while tracing, as new ranks trace later."""
     return os.environ.get("HOROVOD_ELASTIC") == "1"
 
 
 def fingerprint_of_compression(compression: Any) -> list[tuple[str, str]]:
-    """Its name, and its settings if it is one of ours."""
+    """Return the name of a compression, and its settings if it is one of ours."""
     settings = getattr(compression, "settings", None)
     return [
         ("compression", getattr(compression, "__name__", type(compression).__name__)),
@@ -49,16 +49,16 @@ def agree_at_trace(
     fingerprint: Fingerprint,
     count: Callable[[int], None] | None = None,
 ) -> None:
-    """Raise CompressError, on every rank, unless all trace the same; compared once for each.
+    """Raise CompressError on every rank unless all trace the same; compares each fingerprint once.
 
-    agreed : what this compression or optimizer has compared, so a new trace compares nothing again
-    count : called with the bytes that this rank sent
+    agreed : what this compression or optimizer has already compared
+    count : called with the number of bytes that this rank sent
     """
     key = repr((process_set.process_set_id, fingerprint))
     if key in agreed or elastic():
         return
     with tf.init_scope():
-        # Within a graph of TensorFlow 1 no sum has a value yet.
+        # In a TensorFlow 1 graph, sums have no values yet.
         if not tf.executing_eagerly():
             return
         agree(
@@ -69,8 +69,8 @@ def agree_at_trace(
 
 
 def hardware_fingerprint() -> Fingerprint:
-    """What is equal on ranks whose products have the same bits."""
-    # The engine's steps are NumPy's, those of graphs TensorFlow's.
+    """Return a fingerprint that is equal on ranks with bit-identical matrix products."""
+    # The engine computes with NumPy, graphs with TensorFlow.
     arrays = np.zeros(1, np.float32), tf.zeros(1)
     return [pair for array in arrays for pair in products.hardware_fingerprint(array)]
 
@@ -83,7 +83,7 @@ def differs(
 
 
 def total(process_set: Any, count: Callable[[int], None] | None, name: str, words: Any) -> Any:
-    """The sum over the ranks; blocks."""
+    """Sum over the ranks; blocks."""
     if count is not None:
         count(words.nbytes)
     wire = tf.constant(words)
@@ -93,9 +93,10 @@ def total(process_set: Any, count: Callable[[int], None] | None, name: str, word
 def refuse_joined(
     process_set: Any, count: Callable[[int], None] | None, name: str, message: str
 ) -> None:
-    """CompressError on every rank, with this message, where one has called hvd.join().
+    """Raise CompressError on every rank, with this message, if any has called hvd.join().
 
-    A joined rank ends Horovod on all ranks in any collective but a sum, to which it adds nothing.
+    With a joined rank any collective except a sum, to which it adds zero, ends Horovod on all
+    ranks.
     """
     # Horovod 0.28.1 starts an all-to-all on a joined rank from its response cache, and crashes
     # there (decision 40).
@@ -110,12 +111,12 @@ def compared(
     count: Callable[[int], None],
     find: Callable[[], tuple[ParameterCheck, int]],
 ) -> Any:
-    """Return a node, [] int64, that fails on every rank if variables differ where `is_due` is true.
+    """Return a node, [] int64, that fails on every rank if `is_due` is true and variables differ.
 
     is_due : whether this step compares them
-    variables : of TensorFlow, as they are before the step
-    count : called with the bytes that this rank sends
-    find : returns the check that counts steps, and the step about to begin; called at run time
+    variables : TensorFlow variables, compared as they are before the step
+    count : called with the number of bytes that this rank sends
+    find : called at run time; returns the check that counts steps, and the step about to begin
     """
     names = [variable.name for variable in variables]
 
@@ -150,16 +151,16 @@ def compared(
         judged.set_shape([])
         return judged
 
-    # Of the tensor itself, not of a copy: a planner of the step's memory has to know it, too.
+    # On the tensor itself, not a copy: a memory planner needs its shape as well.
     is_due.set_shape([])
     with tf.device("CPU"):
         return tf.cond(is_due, compare, lambda: tf.constant(0, tf.int64), name="sn_rare_compare")
 
 
 class Restarts:
-    """Whether Horovod has started anew, as it does when ranks come or go in an elastic run.
+    """Detects that Horovod has restarted, as when ranks join or leave in an elastic run.
 
-    happened : since somebody has set it to False
+    happened : whether it has, since this was last set to False
     """
 
     def __init__(self, reset: Callable[[], None]) -> None:
@@ -167,7 +168,7 @@ class Restarts:
         self._followed: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def since_last(self) -> bool:
-        """Follow the states of elastic runs, which alone Horovod tells; return `happened`."""
+        """Return `happened`; track elastic states, as Horovod notifies only those of restarts."""
         for state in notification_manager._listeners:
             if state not in self._followed:
                 self._followed.add(state)
@@ -180,7 +181,7 @@ class Restarts:
 
     @staticmethod
     def warn(compression: str) -> None:
-        """Say that memories are lost."""
+        """Warn that memories are lost."""
         if hvd.rank() == 0:
             _log.warning(
                 "ranks have come or gone, and %s begins anew on all: what was not sent yet is "
@@ -193,7 +194,7 @@ class Restarts:
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor that the tuner is asked about; nbytes : as it travels plain."""
+    """A tensor whose method the tuner chooses; nbytes : its size when sent uncompressed."""
 
     shape: tuple[int, ...]
     elements: int
@@ -202,11 +203,11 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Choice:
-    """What AutoCompression has chosen for one call of Horovod's, until it is traced again.
+    """AutoCompression's choice for one Horovod call, valid until it is traced again.
 
-    tensors : all that the tuner chooses for, in their order
-    plain : whether they travel plain: one choice is for all tensors (decision 89)
-    rests : whether the tuner has measured, and is not asked any more
+    tensors : all that the tuner chooses for, in order
+    plain : whether they are sent uncompressed; a single choice for all tensors (decision 89)
+    rests : whether the tuner has finished measuring and is not called any more
     """
 
     tensors: Mapping[str, Tensor]
@@ -215,15 +216,15 @@ class Choice:
 
     @property
     def counted(self) -> list[tuple[str, int, int]]:
-        """Name, elements and bytes of those that travel plain."""
+        """Name, elements and bytes of the tensors sent uncompressed."""
         pairs = sorted(self.tensors.items()) if self.plain else ()
         return [(name, tensor.elements, tensor.nbytes) for name, tensor in pairs]
 
 
 def refuse_untraced(functions: bool = True) -> None:
-    """Raise CompressError where a choice could not be followed by tracing again.
+    """Raise CompressError if retracing, which puts a new choice into effect, is impossible.
 
-    functions : whether those that are being traced are known
+    functions : whether the functions being traced are known
     """
     if elastic():
         where = "in an elastic run, whose ranks change under a graph"
@@ -237,7 +238,7 @@ def refuse_untraced(functions: bool = True) -> None:
 
 
 def untraced(where: str) -> CompressError:
-    """AutoCompression where no graph can be traced again for other tensors."""
+    """The error for AutoCompression where the graph cannot be retraced."""
     return CompressError(
         f"AutoCompression {where}; expected a tape or hvd.allreduce(name=...) inside a "
         "tf.function, or Keras: the step is traced again when the choice changes. Use "

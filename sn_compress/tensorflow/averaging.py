@@ -1,4 +1,4 @@
-"""How the gradients of a Keras optimizer are averaged: compressed, or as Horovod does it."""
+"""Averaging of a Keras optimizer's gradients: compressed, or by plain Horovod."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from .tape import compressed_means, refuse_xla
 from .tracing import Call, Plain, was_reduced
 from .variables import as_variables, fingerprint_of_variables, relative_names
 
-# Begins names of ops, by which hvd.elastic.run knows a failed collective; by other errors it ends
-# the function it was given, without a word.
+# Prefix of op names by which hvd.elastic.run recognizes a failed collective; any other error ends
+# the function passed to it silently.
 _ELASTIC = "HorovodAllreduce_"
-# Those that are alive: ranks compare how many have not agreed yet.
+# All live instances: ranks compare how many have not agreed yet.
 _alive: weakref.WeakSet[Averaging] = weakref.WeakSet()
 
 
 class Averaging:
-    """How the gradients of one optimizer are averaged; see DistributedOptimizer."""
+    """Averages the gradients of one optimizer; see DistributedOptimizer."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Averaging:
         self.missing_as_zeros = missing_as_zeros
         self.agreed: set[str] = set()  # fingerprints that ranks have compared
         self.variables: list[Any] = []  # of the gradients that Keras is about to apply
-        # Run one by one, eager collectives would never travel together.
+        # Traced, because eager collectives run one by one and would never be fused.
         self._traced = tf.function(self._average, autograph=False)
         _alive.add(self)
 
@@ -57,22 +57,22 @@ class Averaging:
         return not self.process_set.included() or self.process_set.size() == 1
 
     def average(self, gradients: Sequence[Any], optimizer: Any) -> list[Any]:
-        """The gradients of self.variables, averaged over the ranks."""
+        """Return the gradients of self.variables, averaged over the ranks."""
         if self.has_no_peers():
             return list(gradients)
-        # Made dense, a gradient has lost its shape.
+        # Conversion to dense loses the static shape.
         if self.sparse_as_dense:
             gradients = [
                 tf.ensure_shape(tf.convert_to_tensor(g), v.shape)
                 for g, v in zip(gradients, self.variables, strict=True)
             ]
-        # Collectives are named by the place of a variable in the optimizer, alike on all ranks.
+        # Collectives are named by the index of a variable in the optimizer, equal on all ranks.
         places = tuple(optimizer._get_variable_index(v) for v in self.variables)
         run = self._traced if tf.executing_eagerly() else self._average
         return list(run(list(gradients), places, self._parts(places, optimizer), optimizer.name))
 
     def all_true(self, value: Any) -> Any:
-        """Whether a boolean is true on every rank."""
+        """Return whether a boolean is true on every rank."""
         if self.has_no_peers():
             return value
         refuse_xla()
@@ -108,13 +108,13 @@ class Averaging:
         """See compressed_means."""
         if not hasattr(self.compression, "settings"):
             return None, [None] * len(gradients), gradients
-        # By two tests: eagerly, and for arguments of a function, `was_reduced` sees nothing.
+        # Two tests: eagerly, and for arguments of a function, `was_reduced` is always false.
         for variable in exchanged_by_tapes(as_variables(self.variables)):
             raise _averaged_twice(f"{variable.name}: its gradients are")
         if any(was_reduced(gradient) for gradient in gradients):
             raise _averaged_twice("gradients are")
-        # Sources that are empty: no tape's, whose variables would be looked at, and not None, as of
-        # a plain hvd.allreduce.
+        # `sources` is empty: a tape's variables would be inspected, and None means a plain
+        # hvd.allreduce.
         call = Call(
             compression=self.compression, name="gradients", sources=(), place=None,
             op=self.op, process_set=self.process_set, ignore_name_scope=False,
@@ -123,8 +123,8 @@ class Averaging:
         return compressed_means(call, gradients, names, self.variables, self)
 
     def _plain(self, gradients: list[Any], names: list[str], group: str | None) -> list[Any]:
-        """The means of gradients that travel as Horovod does it."""
-        # Without one of Horovod's, too: it has no bfloat16.
+        """Return the means of gradients that are sent by plain Horovod."""
+        # Plain even without compression, because Horovod cannot reduce bfloat16.
         plain = hasattr(self.compression, "settings") or self.compression is hvd.Compression.none
         how = {
             "compression": Plain if plain else self.compression,
@@ -141,9 +141,9 @@ class Averaging:
         ]
 
     def _agree(self, scope: str) -> None:
-        """CompressError on every rank unless all have the same optimizers; while it traces.
+        """Raise CompressError on every rank unless all have the same optimizers; while tracing.
 
-        By `scope`, the optimizer's name, Horovod finds what belongs together.
+        scope : the optimizer's name, by which Horovod matches collectives
         """
         options = {
             "op": self.op, "sparse_as_dense": self.sparse_as_dense,
@@ -179,14 +179,14 @@ class Averaging:
         return keys
 
     def _parts(self, places: tuple[int, ...], optimizer: Any) -> Any:
-        """Indices of the gradients group by group, or None."""
+        """Return the indices of the gradients in each group; None without groups."""
         if self.groups is None:
             return None
         if isinstance(self.groups, int):
             split = np.array_split(range(len(places)), self.groups)
-            # Python's integers: arguments of a tf.function that are NumPy's become tensors.
+            # Python integers, as tf.function converts NumPy's to tensors.
             return tuple(tuple(map(int, part)) for part in split if len(part))
-        # Groups may hold variables whose gradients Keras has left out, as there are none.
+        # Groups may contain variables that Keras left out for lack of a gradient.
         index = {place: i for i, place in enumerate(places)}
         groups = [[optimizer._get_variable_index(v) for v in group] for group in self.groups]
         parts = [tuple(index.pop(p) for p in group if p in index) for group in groups]
@@ -194,7 +194,7 @@ class Averaging:
 
 
 def _names(places: tuple[int, ...], parts: Any) -> list[str]:
-    """What gradients travel and are remembered under; `parts` are indices group by group."""
+    """Return names for collectives and memories; `parts` are the indices in each group."""
     grouped = {
         i: f"group_{places[part[0]]}.{at}" for part in parts or () for at, i in enumerate(part)
     }
@@ -202,7 +202,7 @@ def _names(places: tuple[int, ...], parts: Any) -> list[str]:
 
 
 def _averaged_twice(what: str) -> CompressError:
-    """The error for gradients that are means of all ranks already."""
+    """The error for gradients that are already the ranks' means."""
     return CompressError(
         f"{what} averaged twice, by Horovod's tape and by this optimizer, whose compression would "
         "take clipped or unscaled means for new gradients, and add its error memory to them; "
@@ -214,6 +214,6 @@ def _averaged_twice(what: str) -> CompressError:
 
 def _number_of_optimizers(process_set: Any) -> str:
     """Count the optimizers that have not agreed yet."""
-    gc.collect()  # what nobody uses any more is collected at other times on other ranks
-    sets = [one.process_set.process_set_id for one in _alive if not one.agreed]
+    gc.collect()  # ranks may otherwise differ in which unused ones were already collected
+    sets = [averaging.process_set.process_set_id for averaging in _alive if not averaging.agreed]
     return str(sets.count(process_set.process_set_id))

@@ -1,4 +1,4 @@
-"""A Keras optimizer gains something: its class becomes a subclass of its own, of the same name.
+"""Adds methods to a Keras optimizer by changing its class to a subclass of the same name.
 
 Wrapping it in another optimizer would hide its settings and variables.
 """
@@ -12,7 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def become(optimizer: Any, gained: type, own: Any) -> Any:
-    """Let an optimizer gain the methods of a class, and `own` as `_sn`; it is returned."""
+    """Add the methods of class `gained`, and `own` as `_sn`, to an optimizer, and return it."""
     cls: Any = type(optimizer)
 
     def warn() -> None:
@@ -33,7 +33,7 @@ def become(optimizer: Any, gained: type, own: Any) -> Any:
     # Keras saves an optimizer under the module and name of its class.
     names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     changed = {**names, "__new__": rebuilt, "__reduce__": reduced}
-    # Past Keras's own __setattr__, which would track what it is given.
+    # Bypass Keras's own __setattr__, which would track the value.
     object.__setattr__(optimizer, "_sn", own)
     object.__setattr__(optimizer, "__class__", type(cls.__name__, (gained, cls), changed))
     return optimizer

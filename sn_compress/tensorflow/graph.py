@@ -1,14 +1,14 @@
-"""A step as nodes of the graph that is being traced, without Python while it runs.
+"""A step as nodes of the graph being traced, which runs without Python.
 
-As long as neither the sizes of factors nor theta change, the words of a step are as many at every
-step, and all of it is arithmetic with Horovod's collectives in between (`graph_buckets.py`). What
-the engine remembers moves to variables, what is counted is counted in variables, and both go back
-to the engine when somebody asks.
+As long as neither the sizes of factors nor theta change, every step sends the same number of words,
+and consists of arithmetic with Horovod's collectives in between (`graph_buckets.py`). The engine's
+memories move to variables, counts are kept in variables, and both are written back to the engine on
+request.
 
-Other steps are for the engine itself: a dense one, that in which sizes are chosen, one of another
-theta (`memory.py`). So functions are traced again when a graph comes to its end; see
-`tracing.forget`. A graph without any bucket only counts: that of steps in which AutoCompression
-lets all tensors travel plain.
+All other steps are run by the engine itself: dense ones, those that choose sizes, and those with
+another theta (`memory.py`). So functions are retraced when a graph ends; see `tracing.forget`. A
+graph without buckets only counts: it is for steps in which AutoCompression sends all tensors
+uncompressed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from ..report import TensorTraffic
 from .tracing import Call
 from .variables import GraphOutcomes, Mark, variable
 
-LEAST = 10  # steps of the same sizes: for fewer, tracing a graph would take longer than it saves
-FOR_EVER = 2**62  # steps: half of what int64 holds, so that _OVERDUE may be added
-_OVERDUE = 1000  # steps behind the last one, after which no trace will come
+LEAST = 10  # steps of equal sizes: for fewer, tracing a graph would take longer than it saves
+FOR_EVER = 2**62  # steps: half the range of int64, so that _OVERDUE may be added
+_OVERDUE = 1000  # steps past a graph's last one, after which no retrace is to be expected
 _ENDED = (
     "CompressError: this graph is out of date: its error memories were loaded, synchronized, "
     "cleared, or used by another function. Call the tf.function, which is retraced, instead of an "
@@ -43,12 +43,12 @@ _OTHER_SIZE = (
 
 
 def after(*nodes: Any) -> Any:
-    """A context of nodes that wait for these, of which some may be None."""
+    """Return a context whose nodes wait for these; None is ignored."""
     return tf.control_dependencies([node for node in nodes if node is not None])
 
 
 def rarely(when: Any, function: Callable[..., Any], *inputs: Any, name: str) -> Any:
-    """A node, [] int64 zero, that calls Python in the few steps in which `when` is true."""
+    """Return a node, [] int64 zero, that calls Python in the few steps in which `when` is true."""
 
     def run(*values: Any) -> Any:
         function(*values)
@@ -56,7 +56,7 @@ def rarely(when: Any, function: Callable[..., Any], *inputs: Any, name: str) -> 
 
     def call() -> Any:
         called = tf.numpy_function(run, inputs, tf.int64)
-        called.set_shape([])  # a planner of the step's memory has to know it
+        called.set_shape([])  # a memory planner needs it
         return called
 
     with tf.device("CPU"):
@@ -64,14 +64,14 @@ def rarely(when: Any, function: Callable[..., Any], *inputs: Any, name: str) -> 
 
 
 class Collectives:
-    """How the words of a call's buckets travel, as nodes of the graph; number : of the bucket."""
+    """Collectives for the words of a call's buckets, as graph nodes; number : of the bucket."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
         self.ranks, self.rank = call.process_set.size(), call.process_set.rank()
 
     def named(self, words: Any, mark: str) -> tuple[Any, dict[str, Any]]:
-        """The words, and how Horovod names them: after their node where the user gave no name."""
+        """Return the words and Horovod's arguments; by default Horovod names them by their node."""
         call = self._call
         return tf.identity(words, name=mark), {
             "name": call.name and f"{mark}_{call.name}",
@@ -80,30 +80,30 @@ class Collectives:
         }
 
     def present(self, vector: Any, number: int) -> Any:
-        """The number of ranks in the step, [1] int32; a rank that has joined adds nothing."""
+        """Return the number of ranks in the step, [1] int32; a joined rank adds nothing."""
         return self.total(one_of(vector), number, 0)
 
     def total(self, words: Any, number: int, turn: int) -> Any:
-        """The sum of the ranks' words in a round."""
+        """Return the sum of the ranks' words in a round."""
         words, how = self.named(words, f"sn_b{number}_round{turn}")
         return hvd.allreduce(words, op=hvd.Sum, **how)
 
     def gather(self, words: Any, sizes: Sequence[int], number: int) -> Any:
-        """The ranks' words one after another; sizes : how many of each."""
+        """Return the ranks' words, concatenated; sizes : number of words of each rank."""
         words, how = self.named(words, f"sn_b{number}_payload")
         return arrived(hvd.allgather(words, **how), sizes)
 
     def alltoall(
         self, words: Any, to_ranks: Sequence[int], of_ranks: Sequence[int], number: int
     ) -> Any:
-        """The words that ranks have for this one; to_ranks : how many of `words` are for each."""
+        """Return the words other ranks send to this one; to_ranks : number of `words` for each."""
         words, how = self.named(words, f"sn_b{number}_parts")
         splits = tf.constant(to_ranks, tf.int32)
         return arrived(hvd.alltoall(words, splits=splits, **how)[0], of_ranks)
 
 
 def one_of(vector: Any) -> Any:
-    """[1] int32 one, computed from a vector: TensorFlow folds an all-reduce of constants away."""
+    """Return [1] int32 one, computed from a vector: TensorFlow would fold a constant's sum."""
     return tf.clip_by_value(tf.cast(vector[:1], tf.int32), 1, 1)
 
 
@@ -114,13 +114,13 @@ def arrived(received: Any, sizes: Sequence[int]) -> Any:
     """
     size = sum(sizes)
     complete = tf.debugging.Assert(tf.size(received) == size, [_OTHER_SIZE])
-    received.set_shape([size])  # a planner of the step's memory has to know it
+    received.set_shape([size])  # a memory planner needs it
     with tf.control_dependencies([complete]):
         return tf.identity(received)
 
 
 class GraphBucket(Protocol):
-    """Tensors that travel together, and what is remembered of them, in variables."""
+    """Tensors that travel together, with their memories in variables."""
 
     names: tuple[str, ...]
     variables: Undoable
@@ -128,26 +128,26 @@ class GraphBucket(Protocol):
     def step(
         self, number: int, vectors: Sequence[Any], by: Collectives, dropped: Any = None
     ) -> tuple[list[Any], Any]:
-        """The means of gradients, [n] float32 each, and [3] float64: energy, error, saturated.
+        """Return the means, [n] float32 each, and [3] float64: energy, error, saturated.
 
-        Energy and error are squared norms of what this rank had to send, and of what it keeps.
+        Energy and error are the squared norms of what this rank had to send and of its residuals.
 
-        dropped : of which tensors the last gradient was not applied, [tensors] bool; None where
-            all count as applied
+        dropped : [tensors] bool, for which tensors the last gradient was not applied; None if all
+            count as applied
         """
 
     def read(self, steps: int) -> None:
-        """Write the variables' values back to the engine, after so many steps of this graph."""
+        """Write the variables' values back to the engine, after this many steps of this graph."""
 
     def ran(self, steps: int) -> list[TensorTraffic]:
-        """What so many steps have sent; nothing where it was traced in vain."""
+        """Return what this many steps have sent; empty if `step` was not traced."""
 
 
 class Undoable:
-    """What a bucket remembers, in variables, now and before the last step.
+    """A bucket's memories in variables, now and before the last step.
 
     values : arrays
-    undoable : whether a gradient may turn out to be dropped; else there is no second copy
+    undoable : whether gradients may turn out to be dropped; else there is no second copy
     """
 
     def __init__(self, values: Sequence[Any], undoable: bool) -> None:
@@ -155,15 +155,15 @@ class Undoable:
         self.before = [variable(value) for value in values] if undoable and values else None
 
     def begin(self, dropped: Any, choose: Callable[..., Sequence[Any]]) -> list[Any]:
-        """Return what is remembered when a step begins; of dropped gradients what was before them.
+        """Return the memories for a new step; for dropped gradients those from before them.
 
-        choose : called with the values before the last step and now, if any gradient was dropped
+        choose : if any gradient was dropped, called with the values before the last step and now
         """
         now = self.read()
         if self.before is None or dropped is None:
             return now
         before = self.before
-        # In an ordinary step nothing was dropped: the branch saves selecting in all memories.
+        # Usually nothing was dropped, and the branch avoids a select over all memories.
         values = tf.cond(
             tf.reduce_any(dropped),
             lambda: list(map(tf.identity, choose([old.read_value() for old in before], now))),
@@ -175,16 +175,16 @@ class Undoable:
         return list(values)
 
     def assign(self, values: Sequence[Any]) -> None:
-        """Remember these values from here on."""
+        """Set the current values."""
         for target, value in zip(self.now, values, strict=True):
             target.assign(value)
 
     def read(self) -> list[Any]:
-        """Nodes of the values after what was traced so far."""
+        """Return nodes of the values after what was traced so far."""
         return [target.read_value() for target in self.now]
 
     def arrays(self) -> tuple[list[Any], list[Any] | None]:
-        """The values now, and those before the last step; outside of graphs."""
+        """Return the values now, and those before the last step; outside of graphs."""
         before = self.before and [value.numpy() for value in self.before]
         return [value.numpy() for value in self.now], before
 
@@ -193,9 +193,9 @@ class Undoable:
 class Counts:
     """What a graph has counted.
 
-    steps, ran : how many, and what they have sent
-    relative : [sum over steps, steps] of the relative errors
-    saturated : values that were clipped
+    steps, ran : number of steps, and what they have sent
+    relative : [sum of the relative errors, number of steps summed]
+    saturated : number of clipped values
     sparse : elements and bytes of sparse gradients
     """
 
@@ -207,16 +207,16 @@ class Counts:
 
 
 class GraphStep:
-    """The step of one call of Horovod's; made while it is traced, and shared by its traces.
+    """The step of one Horovod call; created while it is traced, and shared by its traces.
 
-    buckets : what the tensors remember has moved to their variables
-    same : when parameters are compared
-    limit : steps until sizes change
-    rests : whether there is a tuner that is not asked any more
-    plain : name, elements and bytes of each tensor that travels plain, to be counted
-    marks : of each tensor's variable; None where all gradients count as applied
-    began : steps of the engine before this
-    inside_bytes : of a step by nodes, what this rank sends inside its node
+    buckets : their variables have taken over the tensors' memories
+    same : decides when parameters are compared
+    limit : number of steps until sizes change
+    rests : whether there is a tuner that is not queried any more
+    plain : name, elements and bytes of each tensor sent uncompressed, to be counted
+    marks : of each tensor's variable; None if all gradients count as applied
+    began : number of steps of the engine before this graph
+    inside_bytes : bytes this rank sends inside its node per step, in a hierarchical exchange
     """
 
     def __init__(
@@ -236,14 +236,14 @@ class GraphStep:
         self._plain = tuple(plain)
         self.names = [name for bucket in buckets for name in bucket.names]
         self.steps = variable(np.int64(0))
-        self.alive = variable(np.bool_(True))  # until its memories have gone back to the engine
+        self.alive = variable(np.bool_(True))  # until its memories were returned to the engine
         self._compared = variable(np.int64(same.steps))
         self._relative = variable(np.zeros(2))
         self._saturated = variable(np.float64(0))
         self._sparse: dict[str, Any] = {}  # [elements, bytes] so far
         self._counts = Counts(0, [], np.zeros(2), 0, {})  # at the last read
         self._outcomes = None if marks is None else GraphOutcomes(marks)
-        self._dropping = variable(np.int64(0))  # steps before which something was dropped
+        self._dropping = variable(np.int64(0))  # number of steps that followed a dropped gradient
 
     @property
     def undoable(self) -> bool:
@@ -265,7 +265,7 @@ class GraphStep:
                 )
             trace_again()
 
-        # Before anything is counted: a graph that has ended has given its memories back.
+        # Before anything is counted: an ended graph has returned its memories.
         alive = tf.debugging.Assert(self.alive.read_value(), [_ENDED])
         with tf.control_dependencies([alive]):
             self.steps.assign_add(1)
@@ -277,7 +277,7 @@ class GraphStep:
         return start, is_due
 
     def now(self) -> tuple[ParameterCheck, int]:
-        """The check that counts steps, and the step under way."""
+        """Return the check that counts steps, and the current step."""
         return self.same, int(self._compared.numpy()) - 1
 
     def step(
@@ -287,10 +287,10 @@ class GraphStep:
         digests: Any,
         warn_dropped: Callable[[], None],
     ) -> list[list[Any]]:
-        """The means of each bucket's gradients, [n] float32 each.
+        """Return the means of each bucket's gradients, [n] float32 each.
 
         digests : of all tensors' variables, [tensors] int64; None without marks
-        warn_dropped : called before the first step behind a gradient that was dropped
+        warn_dropped : called once, in the first step after a dropped gradient
         """
         if not self.buckets:
             return []
@@ -300,7 +300,7 @@ class GraphStep:
             flags = self._outcomes.dropped(digests)
             some = tf.reduce_any(flags)
             self._dropping.assign_add(tf.cast(some, tf.int64))
-            # Python is called in the first such step alone: there is one warning.
+            # Python is called only in the first such step, as there is only one warning.
             first = some & (self._dropping.read_value() == 1)
             rarely(first, warn_dropped, name="dropped")
             dropped = tf.split(flags, [len(bucket.names) for bucket in self.buckets])
@@ -313,7 +313,7 @@ class GraphStep:
             some = [tf.reduce_any(tf.cast(mean, tf.bool)) for part in means for mean in part]
             self._outcomes.unseen(~tf.stack(some))
         energy, error, saturated = tf.unstack(tf.add_n(numbers))
-        # A step that is lost to NaN, or that had nothing to send, has no relative error.
+        # A step with NaN, or with nothing to send, has no relative error.
         known = tf.math.is_finite(energy) & (energy > 0)
         relative = tf.sqrt(error / tf.where(known, energy, 1))
         both = tf.stack([relative, tf.ones_like(relative)])
@@ -322,11 +322,11 @@ class GraphStep:
         return means
 
     def remembered(self) -> list[Any]:
-        """What the tensors remember, read where the graph has come to: nodes to wait for."""
+        """Return nodes that read the memories after what was traced so far, to wait for."""
         return [value for bucket in self.buckets for value in bucket.variables.read()]
 
     def marks(self) -> dict[str, Mark]:
-        """Of the tensors' variables, by name."""
+        """Return the marks of the tensors' variables, by name."""
         marks = [] if self._outcomes is None else self._outcomes.marks()
         return dict(zip(self.names, marks, strict=False))
 
@@ -339,7 +339,7 @@ class GraphStep:
         self._sparse[key].assign_add(tf.stack([parts[0][0], nbytes]))
 
     def read(self) -> Counts:
-        """Write what buckets remember to the engine; return what was counted since last time."""
+        """Write the buckets' memories to the engine; return the counts since the last call."""
         steps = self.ran
         for bucket in self.buckets:
             bucket.read(steps)
@@ -350,7 +350,7 @@ class GraphStep:
             int(self._saturated.numpy()),
             {key: count.numpy() for key, count in self._sparse.items()},
         )
-        # Variables count from the beginning of the graph, a report what is new.
+        # Variables count from the beginning of the graph; return only what is new.
         before, self._counts = self._counts, now
         since = now.steps - before.steps
         ran = [sent for bucket in self.buckets for sent in bucket.ran(since)]
@@ -367,15 +367,15 @@ class GraphStep:
 
     @property
     def ran(self) -> int:
-        """Steps so far."""
+        """Number of steps so far."""
         return int(self.steps.numpy())
 
     @property
     def steps_left(self) -> int:
-        """Remaining steps of these sizes."""
+        """Number of remaining steps with these sizes."""
         return max(self.limit - self.ran, 0)
 
     @property
     def ended(self) -> bool:
-        """Whether the next step has other sizes, or is dense."""
+        """Whether the next step has different sizes, or is dense."""
         return self.ran >= self.limit

@@ -1,8 +1,8 @@
 """Buckets of a step in the graph: words that are summed, or payloads that are gathered.
 
-Both run the arithmetic of the engine while TensorFlow traces, on tensors in place of arrays: the
-generator of `allreduce/bucket.py`, and the codec (compiled nodes where they serve, else its array
-code). Memories are variables, payloads' in coefficients as the codec keeps them.
+Both run the engine's arithmetic while TensorFlow traces, on tensors instead of arrays: the
+generator of `allreduce/bucket.py`, and the codec (compiled ops if available, else its array code).
+Error memories are variables; those of payloads are coefficients, as in the codec's state.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from . import kernels
 from . import namespace as _namespace  # noqa: F401 - it makes tensors known to the core
 from .graph import FOR_EVER, Collectives, Undoable
 
-Memories = list[list[Any]]  # of each tensor, parts as the codec keeps them
+Memories = list[list[Any]]  # for each tensor, the parts of its codec state
 
 _DAMAGED_SUM = (
     "PayloadError: the checksum of the sum does not match the sum of the checksums: corrupt in "
@@ -51,39 +51,39 @@ _DAMAGED_PAYLOAD = (
 
 
 class SummedBucket:
-    """Low rank, rows and whole tensors: words that an all-reduce sums."""
+    """Tensors sent as words that an all-reduce sums: low-rank factors, rows, whole tensors."""
 
     def __init__(
         self, exchange: AllReduceExchange, names: Sequence[str], *, undoable: bool = False
     ) -> None:
         self._of, self.names = exchange, tuple(names)
         summables = self.summables()
-        # A bucket has tensors of one method together; `order` says which tensor is at each place.
+        # A bucket groups tensors by method; `order` has the index of the tensor at each position.
         self.bucket, self.order = bucket_of(tuple(one.part for one in summables))
         ordered = [summables[at] for at in self.order]
-        # Tensors near the ends of float32 are divided by a power of two, as squared norms and
+        # Tensors near the limits of float32 are divided by a power of two, or squared norms and
         # products with directions would overflow.
         self._exponents = [exchange.tensors[name].exponent for name in names]
         state = self.bucket.join(
             [{name: to_host(value) for name, value in one.state.items()} for one in ordered]
         )
-        self._shared = list(state)  # names of what ranks share
+        self._shared = list(state)  # names of the state shared by all ranks
         memories = [to_host(one.memory) for one in ordered]
         self.variables = Undoable([*memories, *state.values()], undoable)
-        for one in ordered:  # not twice in memory; `read` brings it back
+        for one in ordered:  # free the engine's copy; `read` writes it back
             one.replace(np.broadcast_to(np.float32(0), (one.n,)))
         self._began = [exchange.tensors[name].step for name in names]
         self._until = until_dense(exchange, names)
-        self._sent: list[int] = []  # words in each round, known when traced
+        self._sent: list[int] = []  # words in each round, known once traced
         self._ranks = 1
 
     def summables(self) -> list[TensorState]:
-        """Return the states of the exchange, in the order of the names."""
+        """Return the tensors' states in the exchange, in the order of the names."""
         states = [self._of.tensors[name].summable for name in self.names]
         return [one for one in states if one is not None]
 
     def _parts(self, values: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The memories, in the order of the bucket, and what ranks share."""
+        """Split values into memories, in the order of the bucket, and shared state by name."""
         count = len(self.order)
         return list(values[:count]), dict(zip(self._shared, values[count:], strict=True))
 
@@ -115,7 +115,7 @@ class SummedBucket:
             [times_power(vectors[at], -self._exponents[at]) for at in self.order],
             StepOptions(by.ranks, by.rank, self._of.decay, self._of.exact),
         )
-        # The engine's own generator of rounds, on tensors of the graph in place of arrays.
+        # The engine's own generator of rounds, on graph tensors instead of arrays.
         total, self._sent = None, []
         while True:
             try:
@@ -126,14 +126,14 @@ class SummedBucket:
             self._sent.append(words.shape[0])
             total = by.total(words, number, len(self._sent))
             total.set_shape(words.shape)
-        # Before anything is assigned: damage ends the step, and leaves the memories as they were.
+        # Before anything is assigned: corruption ends the step and leaves the memories unchanged.
         sound = tf.debugging.Assert(result.numbers[1] == 0, [_DAMAGED_SUM])
         with tf.control_dependencies([sound]):
             shared = (result.state[name] for name in self._shared)
             self.variables.assign([*result.memories, *shared])
             placed = dict(zip(self.order, result.means, strict=True))
             energy, sent = tf.unstack(result.numbers[2:])
-            # What was lost is the rest, but for rounding, which may make it negative.
+            # The loss is the remainder, which rounding may make negative.
             lost = tf.stack([energy, tf.maximum(energy - sent, 0), tf.zeros_like(energy)])
             powers = enumerate(self._exponents)
             return [tf.identity(times_power(placed[at], power)) for at, power in powers], lost
@@ -150,8 +150,8 @@ class SummedBucket:
             memories, state = self._parts(before)
             for at, memory, old in zip(self.order, memories, self.bucket.split(state), strict=True):
                 self._of.tensors[self.names[at]].reopen(memory, old)
-        # A graph may run on for some steps until it is traced again: these put off what is due, a
-        # dense step or a vote, and do not skip it.
+        # A graph may run for some more steps until it is traced again: these postpone a due dense
+        # step or vote, but do not skip it.
         for name, first in zip(self.names, self._began, strict=True):
             self._of.tensors[name].step = first + min(steps, self._until)
 
@@ -169,10 +169,10 @@ class SummedBucket:
 
 
 def until_dense(exchange: AllReduceExchange, names: Iterable[str]) -> int:
-    """Steps of these tensors until the next one that the engine takes; FOR_EVER without tensors.
+    """Return the steps until the next one that the engine must run; FOR_EVER without tensors.
 
-    That is a dense step or one with a vote, and each as long as a tensor has no size, or waits for
-    energy.
+    The engine runs dense steps and those with a vote, and every step while a tensor has no size, or
+    its size waits for energy measurements.
     """
     steps = []
     for name in names:
@@ -186,13 +186,13 @@ def until_dense(exchange: AllReduceExchange, names: Iterable[str]) -> int:
 
 
 class GatheredBucket:
-    """The frequencies of FFTCompression: payloads that are gathered, or go to owners.
+    """Tensors sent as FFTCompression's payloads, which are gathered, or sent to block owners.
 
-    codec : of all these steps
-    feedback : keeps the memories between graphs; None to remember nothing
-    tensors : names and elements
-    scatter : whether payloads go to owners where that brings a rank fewer bytes
-    undoable : keep what was remembered before the last step
+    codec : the same for all steps
+    feedback : keeps the memories between graphs; None for no error feedback
+    tensors : elements by name
+    scatter : whether to send payloads to owners if that means fewer bytes per rank
+    undoable : keep the memories from before the last step
     """
 
     def __init__(
@@ -214,14 +214,14 @@ class GatheredBucket:
             zero = np.float32(0)
             for name, n in tensors.items():
                 states.append(feedback.memory_of(name, np.broadcast_to(zero, (n,))))
-                # Not twice in memory; `read` brings it back.
+                # Free the engine's copy; `read` writes it back.
                 feedback.replace(name, [np.broadcast_to(zero, part.shape) for part in states[-1]])
             feedback.settled(self.names)
         self._tensor_of = [at for at, state in enumerate(states) for _ in state]
         self.variables = Undoable([part for state in states for part in state], undoable)
 
     def _parts(self, values: Sequence[Any]) -> Memories:
-        """The memory of each tensor."""
+        """Group values into the memory of each tensor."""
         memories: Memories = [[] for _ in self.names]
         for at, value in zip(self._tensor_of, values, strict=True):
             memories[at].append(value)
@@ -247,7 +247,8 @@ class GatheredBucket:
         if self._scatter:
             self._shares = shares_of(self.codec, tuple(self._sizes), by.ranks)
         if self._shares is None:
-            # Two ranks, or blocks that are not divided: each rank reads all payloads (decision 40).
+            # Two ranks, or blocks that cannot be divided: each rank decodes all payloads (decision
+            # 40).
             words, updated, lost = nodes.encode(vectors, memories)
             words = _when_all_are_present(words, present, by.ranks)
             gathered = by.gather(words, [int(words.shape[0])] * by.ranks, number)
@@ -257,7 +258,7 @@ class GatheredBucket:
             means, updated, lost = _through_owners(
                 for_owners, nodes, self._shares, vectors, memories, number, present, by
             )
-        # After all payloads have been read: a damaged one ends the step before it is remembered.
+        # After all payloads are decoded: a corrupt one ends the step before memories change.
         with tf.control_dependencies(means):
             self.variables.assign([part for parts in updated for part in parts])
         return means, lost
@@ -287,19 +288,19 @@ class GatheredBucket:
 
 
 def serves(codec: FFTCodec, sizes: Sequence[int]) -> bool:
-    """Whether there are nodes for a codec and vectors of so many elements."""
+    """Whether there are graph ops for a codec and vectors of these sizes."""
     return kernels.serve(codec, sizes) or batched.serves(codec)
 
 
 def decoding_digest(codec: FFTCodec) -> str:
-    """Return what is equal on ranks that decode to the same bits."""
+    """Return a digest that is equal on ranks that decode to the same bits."""
     block = codec.block or 4096
-    # The compiled operation has the bits of FFTCodec on any processor.
+    # The compiled op is bit-identical to FFTCodec on any processor.
     if kernels.serve(codec, [block]) or not serves(codec, [block]):
         return "as on a host"
     within = "identity" if codec.transform == "axes" else codec.transform
-    # Of a decoder all but the transform is exact arithmetic.
-    parts = block + 2 if within == "fft" else block  # of block // 2 + 1 complex bins two each
+    # In a decoder everything except the transform is exact arithmetic.
+    parts = block + 2 if within == "fft" else block  # block // 2 + 1 complex bins
     bins = np.random.default_rng(0).standard_normal((1, parts)).astype(np.float32)
     return digest(
         transforms.Transform(within, block, codec.span).inverse(tf.constant(bins)).numpy()
@@ -307,9 +308,9 @@ def decoding_digest(codec: FFTCodec) -> str:
 
 
 class PayloadNodes:
-    """Nodes that encode and decode payloads of one codec: compiled where they serve, else arrays.
+    """Creates nodes that encode and decode one codec's payloads: compiled ops, else array code.
 
-    sizes : elements of the tensors that it is for
+    sizes : elements of the tensors to encode
     decay : factor on the memories before they are added
     """
 
@@ -332,9 +333,9 @@ class PayloadNodes:
         return tf.concat(words, 0), list(updated) if memories else [], tf.add_n(lost)
 
     def decode(self, words: Any, sizes: Sequence[int]) -> list[Any]:
-        """The means of tensors of so many elements; an error where a payload is damaged.
+        """Return the means of tensors of these sizes; fails at run time if a payload is corrupt.
 
-        words : [ranks, words] int32, of each rank their payloads one behind the other
+        words : [ranks, words] int32, each rank's payloads, concatenated
         """
         codec, ranks = self.codec, int(words.shape[0])
         if not self._compiled:
@@ -351,7 +352,7 @@ class PayloadNodes:
 
 
 def _when_all_are_present(words: Any, present: Any, ranks: Any) -> Any:
-    """The words to gather; an error where a rank has joined, which would end Horovod on all ranks.
+    """Return the words; fail at run time if a rank has joined, as a gather would end Horovod.
 
     present : [1] int32, the sum of the ranks' `one_of`, to which a joined rank adds nothing
     """
@@ -370,7 +371,7 @@ def _through_owners(
     present: Any,
     by: Collectives,
 ) -> tuple[list[Any], Memories, Any]:
-    """The step of `payloads.Bucket` as nodes; return means, the next memories, and what was lost.
+    """`payloads.Bucket`'s step as nodes; return means, next memories, and what was lost.
 
     parts, nodes : encode what owners receive, and the means that owners send
     """
@@ -396,15 +397,15 @@ def _through_owners(
         words, [0 if owner == rank else n for owner, n in enumerate(splits)],
         [0 if source == rank else splits[rank] for source in range(ranks)], number,
     )  # fmt: skip
-    # An owner of nothing sends nothing, but after it has received: nothing else waits for that.
+    # A rank that owns nothing sends nothing, but only after receiving: nothing else depends on it.
     with tf.control_dependencies([received]):
         wire = tf.zeros([0], tf.int32)
     if mine:
         others_means = parts.decode(
             tf.reshape(received, [ranks - 1, splits[rank]]), [piece.elements for piece in mine]
         )
-        # The owner's own gradient was never encoded. What encoding the mean leaves out goes into
-        # its memory of that gradient, in whose units it is `ranks` times as much (decision 40).
+        # The owner's own gradient was not encoded. The residual of encoding the mean goes into its
+        # memory of that gradient, in whose units it is `ranks` times as large (decision 40).
         own_means = [
             mean * ((ranks - 1) / ranks) + values(piece) * (1 / ranks)
             for mean, piece in zip(others_means, mine, strict=True)
@@ -427,13 +428,13 @@ def _through_owners(
 def _memories_of(
     pieces: Sequence[Piece], rows_of_pieces: Memories, codec: FFTCodec, vectors: Sequence[Any]
 ) -> Memories:
-    """The memories of tensors, by section of the codec: rows of their pieces joined in order."""
-    # This rank's own pieces and those that it sends to owners: together all of each tensor.
+    """Assemble the tensors' memories, by codec section, from the rows of their pieces."""
+    # This rank's own pieces and those sent to owners cover each tensor completely.
     ordered = sorted(zip(pieces, rows_of_pieces, strict=True), key=lambda pair: pair[0].start)
     sizes = [int(vector.shape[0]) for vector in vectors]
     memories: list[Memories] = [[[] for _ in codec.sections(n)] for n in sizes]
     for piece, rows in ordered:
-        held = sections_in(piece, codec, sizes[piece.tensor])
-        for (number, _), part in zip(held, rows, strict=True):
+        sections = sections_in(piece, codec, sizes[piece.tensor])
+        for (number, _), part in zip(sections, rows, strict=True):
             memories[piece.tensor][number].append(part)
     return [[tf.concat(parts, 0) for parts in of_tensor] for of_tensor in memories]

@@ -1,6 +1,6 @@
-"""A step of the engine itself, on the host: what a Python function of the graph does at each step.
+"""A step run by the engine on the host, inside a Python function of the graph.
 
-Collectives are Horovod's, called from that function one after the other.
+Collectives are Horovod's, called from that function one after another.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def average(
 ) -> None:
     """Average gradients in place, all of them compressed; all ranks pass the same ones.
 
-    mark : begins the names of collectives
+    mark : prefix of the names of collectives
     count : called with the bytes that this rank sends besides gradients
     """
     sets = call.process_set
-    # What goes dense in this step comes first, in buckets of its own.
+    # Tensors that are dense in this step come first, in separate buckets.
     engine.begin(gradients)
     step = engine.sort(gradients, ranks=sets.size(), total=partial(total, sets, count), taken=True)
     for number, bucket in enumerate(_buckets(step.dense)):
@@ -59,7 +59,7 @@ def average(
 
 
 def cut(sizes: Sequence[int]) -> list[list[int]]:
-    """Which tensors, given by their elements, go into each bucket, in order."""
+    """Return the indices of tensors, given by their sizes, in each bucket, in order."""
     layout = Buckets((str(at), size, None) for at, size in enumerate(sizes))
     return [[int(at) for at in names] for names in layout.members]
 
@@ -72,17 +72,17 @@ def _buckets(gradients: Sequence[Gradient]) -> list[list[Gradient]]:
 
 
 def _tensor(words: Any) -> Any:
-    # TensorFlow would place it on a GPU, if there is one, and copy it there and back.
+    # By default TensorFlow would place it on a GPU, and copy it there and back.
     with tf.device("CPU"):
         return tf.constant(to_host(words))
 
 
 def _carried(carry: Collective, name: str, process_set: Any) -> Any:
-    """Return the result of a collective."""
+    """Run a collective and return its result."""
     words, how = _tensor(carry.words), {"name": name, "process_set": process_set}
     if carry.kind == "sum":
         return hvd.allreduce(words, op=hvd.Sum, **how).numpy()
-    # Only a sum is safe where a rank has joined.
+    # Only a sum is safe if a rank has joined.
     refuse_joined(process_set, None, f"{name}.ranks", JOINED)
     if carry.kind == "gather":
         return hvd.allgather(words, **how).numpy()
@@ -90,5 +90,5 @@ def _carried(carry: Collective, name: str, process_set: Any) -> Any:
     try:
         return hvd.alltoall(words, splits=splits, **how)[0].numpy()
     except tf.errors.UnknownError as error:
-        # By this name, and not by its own, hvd.elastic.run knows a collective that failed.
+        # hvd.elastic.run recognizes failed collectives by this name, but not by alltoall's own.
         raise HorovodInternalError(f"HorovodAllreduce, of all to all: {error.message}") from None

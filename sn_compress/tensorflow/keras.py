@@ -1,10 +1,10 @@
-"""A DistributedOptimizer for Keras 3 which averages, and the callbacks that go with it.
+"""A DistributedOptimizer for Keras 3 that actually averages, and the callbacks that go with it.
 
 Horovod 0.28.1 hooks into methods that Keras 3 no longer calls: its Keras optimizer trains without
 an error and without averaging. Wrapping an optimizer in another one would hide its settings and
-variables. So the optimizer that is passed changes its class, to a subclass of its own class that
-averages where Keras is about to clip: after accumulation, after unscaling, before clipping,
-weight decay and update. All else, and what is saved, stays as it was.
+variables. So the class of the optimizer passed is changed to a subclass, which averages right
+before Keras clips: after accumulation and unscaling, before clipping, weight decay and update.
+Everything else, including what is saved, stays the same.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from .memory import memory_of as _memory_of_compression
 
 
 class _Averaged:
-    """What an optimizer gains; the first base of its new class."""
+    """Methods added to an optimizer; the first base of its new class."""
 
     _sn: Averaging
 
     def residuals(self) -> dict[str, Any]:
-        """See Compression.residuals; empty without it."""
+        """See Compression.residuals; empty without compression."""
         return residuals(self) if hasattr(self._sn.compression, "settings") else {}
 
     def restart(self, residuals: Mapping[str, Any]) -> None:
-        """See Compression.restart; nothing to do without it."""
+        """See Compression.restart; does nothing without compression."""
         if hasattr(self._sn.compression, "settings"):
             restart(self, residuals)
 
     def _backend_apply_gradients(self, grads: Any, trainable_variables: Any) -> Any:
-        # Keras's `_clip_gradients`, which averages, is not told whose gradients they are.
+        # `_clip_gradients`, which averages, does not get the variables.
         self._sn.variables = list(trainable_variables)
         return super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
@@ -53,7 +53,7 @@ class _Averaged:
         return super()._clip_gradients(self._sn.average(grads, self))  # type: ignore[misc]
 
     def _filter_empty_gradients(self, grads: Any, vars: Any) -> Any:  # noqa: A002 - Keras's name
-        # Keras leaves out variables that have no gradient: here those of one rank might be others.
+        # Keras leaves out variables without a gradient, which may differ between ranks.
         if self._sn.missing_as_zeros:
             grads = [
                 tf.zeros(v.shape, v.dtype) if g is None else g
@@ -72,7 +72,7 @@ class _Averaged:
         return super()._overwrite_variables_directly_with_gradients(grads, vars)  # type: ignore[misc]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A MultiOptimizer gives each of its optimizers its own, None unless somebody has set one.
+        # A MultiOptimizer sets its own factor, None by default, on each of its optimizers.
         if name == "loss_scale_factor" and value != self.loss_scale_factor:  # type: ignore[attr-defined]
             raise CompressError(
                 f"{name} of a distributed optimizer was set to {value!r}; expected "
@@ -87,8 +87,8 @@ class _Averaged:
 def _refuse_scaler() -> None:
     """Raise CompressError inside a LossScaleOptimizer that is not ours.
 
-    It says nothing to the optimizer inside, but is among the callers when it is built (`compile`
-    puts it around the optimizer of a mixed_float16 model) and in each step.
+    The inner optimizer cannot see it, but it is among the callers when it is built (`compile` wraps
+    the optimizer of a mixed_float16 model) and in each step.
     """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
@@ -106,9 +106,9 @@ def _refuse_scaler() -> None:
 
 
 class _ScaledTogether:
-    """What a LossScaleOptimizer gains: all ranks skip a step, or none does.
+    """Methods added to a LossScaleOptimizer: all ranks skip a step, or none.
 
-    A skipped step sends no gradient, and so changes no error memory.
+    A skipped step sends no gradient, and so does not change error memories.
     """
 
     _sn: Averaging
@@ -134,33 +134,33 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name for it
     Parameters
     ----------
     optimizer : a Keras optimizer. It is changed in place, keeps its variables and settings, and
-        is what is returned. Saved with a model, it is saved as what it was, and has to be made
-        distributed again after loading. Mixed precision:
+        is returned. A saved model contains the original optimizer, which has to be made distributed
+        again after loading. For mixed precision use
         `DistributedOptimizer(LossScaleOptimizer(optimizer))`.
     compression : FFTCompression, LowRankCompression, AutoCompression, hvd.Compression.fp16, or None
-    op : hvd.Average or hvd.Sum; with `compression` as that allows, hvd.Min and the like
-    backward_passes_per_step : average the mean of so many steps' gradients, and update only
-        then: Keras's own gradient_accumulation_steps
+    op : hvd.Average or hvd.Sum; others, such as hvd.Min, if `compression` allows them
+    backward_passes_per_step : average and update only every this many steps, with the mean of their
+        gradients; sets Keras's own gradient_accumulation_steps
     gradient_predivide_factor : divide by this before summing, by the rest after; for hvd.Average
-    groups : reduce gradients together: in so many groups, or in these lists of variables
-    sparse_as_dense : make dense what tf.IndexedSlices the gradients hold
-    missing_as_zeros : take a missing gradient for zeros, where it may be missing on some ranks
-        only; otherwise its variable is left out, which has to be so on every rank
+    groups : reduce gradients together: the number of groups, or lists of variables
+    sparse_as_dense : convert gradients that are tf.IndexedSlices to dense tensors
+    missing_as_zeros : treat missing gradients as zeros, for gradients that may be missing on some
+        ranks only; otherwise their variables are left out, and must be so on every rank
     process_set : average over these ranks only
 
-    Raises CompressError if the optimizer is not one of Keras 3, is distributed already, or was
+    Raises CompressError if the optimizer is not a Keras 3 optimizer, is already distributed, or was
     built before accumulation could be set up.
     """
     scaler: Any = None
     _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        # The inner one averages: it gets unscaled gradients.
+        # The inner optimizer averages, as it gets unscaled gradients.
         scaler, optimizer = optimizer, optimizer.inner_optimizer
         _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if backward_passes_per_step > 1:
         optimizer.gradient_accumulation_steps = backward_passes_per_step
     if isinstance(compression, type) and issubclass(compression, Compression):
-        # A class of its own, as memories and reports are by class.
+        # A separate class, as memories and reports are per class.
         compression = compression.with_settings(compression.settings)
     averaging = Averaging(
         compression=hvd.Compression.none if compression is None else compression,
@@ -201,7 +201,7 @@ def _check(optimizer: Any, op: Any, passes: int, predivide: float) -> None:
 
 
 def memory_of(optimizer: Any) -> OptimizerState:
-    """The error memory of a distributed optimizer, for tf.train.Checkpoint; one per rank."""
+    """Return the error memory of a distributed optimizer, for tf.train.Checkpoint; one per rank."""
     averaging = getattr(optimizer, "_sn", None)
     if not isinstance(averaging, Averaging) or not hasattr(averaging.compression, "settings"):
         raise CompressError(
@@ -241,12 +241,12 @@ def restart(optimizer: Any, residuals: Mapping[str, Any]) -> None:
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
-    """See Compression.state_dict; by the place of the variable in the optimizer."""
+    """See Compression.state_dict; keyed by the index of the variable in the optimizer."""
     return memory_of(optimizer).state_dict()
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
-    """Take over what state_dict returned."""
+    """Load what state_dict returned."""
     memory_of(optimizer).load_state_dict(state)
 
 
@@ -256,7 +256,7 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
 
 
 def watch(optimizer: Any, scaler: Any) -> NoReturn:
-    """Always CompressError: Keras's loss scaler is an optimizer."""
+    """Raise CompressError: Keras's loss scaler is an optimizer."""
     raise CompressError(
         f"got a {type(optimizer).__name__} and a {type(scaler).__name__}; expected optimizers of "
         "torch. In Keras: DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer)), "
@@ -265,7 +265,7 @@ def watch(optimizer: Any, scaler: Any) -> NoReturn:
 
 
 def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
-    """Always CompressError: Horovod's elastic state for Keras is of Keras 2."""
+    """Raise CompressError: Horovod's elastic state for Keras supports Keras 2 only."""
     raise CompressError(
         f"got a {type(optimizer).__name__}; expected an optimizer of torch. In Keras, save the "
         "state, and call synchronize of the compression when ranks have come or gone."
@@ -273,10 +273,10 @@ def Elastic(optimizer: Any) -> NoReturn:  # noqa: N802 - as in the rim of torch
 
 
 class BroadcastVariables(keras.callbacks.Callback):  # type: ignore[misc]
-    """Begin every `fit` with the weights and optimizer variables of one rank.
+    """Broadcast the weights and optimizer variables of one rank at the start of every `fit`.
 
-    A model that its first batch builds has them after that batch. Seeds of random layers stay as
-    they are: ranks should drop out different units.
+    If a model is built by its first batch, this happens after that batch. Seeds of random layers
+    are not broadcast: ranks should drop out different units.
     """
 
     def __init__(self, root_rank: int = 0, *, process_set: Any = hvd.global_process_set) -> None:
@@ -324,7 +324,7 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc]
         """Called by Keras."""
         if not logs or not self.process_set.included():
             return
-        # In one order on all ranks: values travel without their names.
+        # In the same order on all ranks: values are sent without their names.
         names = sorted(logs)
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, name="metrics", process_set=self.process_set).numpy()
@@ -332,7 +332,7 @@ class AverageMetrics(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class CompressionLogs(keras.callbacks.Callback):  # type: ignore[misc]
-    """Add the numbers of report() to the logs of each epoch, as `compression/ratio` and so on.
+    """Add the numbers of report() to the logs of each epoch, as `compression/ratio` etc.
 
     Put it before the callbacks that read the logs: `keras.callbacks.TensorBoard`, `CSVLogger`.
     """
@@ -345,20 +345,20 @@ class CompressionLogs(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
-    """BackupAndRestore of each rank in a folder of its own, with what the rank has yet to send.
+    """BackupAndRestore in a separate folder for each rank, including its error memory.
 
-    Keras's own saves weights and optimizer variables, which all ranks have alike; the memory of
-    compressed gradients differs between ranks and would be lost. A process may end while it writes,
-    and a rank before another has written: an epoch's backup appears whole or not at all, and all
-    ranks resume from the last epoch that all have.
+    Keras's own callback saves weights and optimizer variables, which are equal on all ranks; the
+    error memory differs between ranks and would be lost. A process may die while it is writing, or
+    before another rank has written: so an epoch's backup is written atomically, and all ranks
+    resume from the last epoch that all have.
 
     Parameters
     ----------
-    backup_dir : rank n writes `backup_dir/rank<n>/<epochs>` at the end of each epoch, and keeps two
-    options : of BackupAndRestore, but save_freq, which is "epoch"
+    backup_dir : rank n writes `backup_dir/rank<n>/<epochs>` at the end of each epoch; keeps two
+    options : of BackupAndRestore, except save_freq, which is "epoch"
 
-    Raises CompressError for another save_freq, and, on every rank, where ranks have no backup of
-    the same epoch.
+    Raises CompressError for another save_freq; and, on every rank, if there is no epoch of which
+    all ranks have a backup.
     """
 
     def __init__(self, backup_dir: str | Path, **options: Any) -> None:
@@ -374,7 +374,7 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
         """Called by Keras."""
         if (epochs := self._common()) is None:
             return
-        # Later ones would be taken for those that this run writes of the same epochs.
+        # Later backups would be mistaken for those this run will write for the same epochs.
         for later in self._saved():
             if later > epochs:
                 shutil.rmtree(self._folder / str(later))
@@ -386,7 +386,7 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Called by Keras."""
         new, saved = self._folder / "new", self._folder / str(epoch + 1)
-        for old in (new, saved):  # of a process that was ended, or of an earlier `fit`
+        for old in (new, saved):  # left by a process that died, or an earlier `fit`
             shutil.rmtree(old, ignore_errors=True)
         self._of_keras(new).on_epoch_end(epoch, logs)
         memory = memory_of(self.model.optimizer)
@@ -397,18 +397,18 @@ class CompressionBackup(keras.callbacks.BackupAndRestore):  # type: ignore[misc]
             shutil.rmtree(self._folder / str(epochs), ignore_errors=True)
 
     def _of_keras(self, folder: Path) -> keras.callbacks.BackupAndRestore:
-        """Keras's own callback for one epoch's folder."""
+        """Return Keras's own callback for one epoch's folder."""
         callback = keras.callbacks.BackupAndRestore(str(folder))
         callback.set_model(self.model)
         return callback
 
     def _saved(self) -> list[int]:
-        """After how many epochs there is a backup of this rank."""
+        """Return the epoch counts for which this rank has a backup, sorted."""
         return sorted(int(path.name) for path in self._folder.glob("[0-9]*"))
 
     def _common(self) -> int | None:
-        """After how many epochs all ranks have a backup; None where there is none at all."""
-        memory_of(self.model.optimizer)  # refuses an optimizer without
+        """Return the last epoch count for which all ranks have a backup; None without backups."""
+        memory_of(self.model.optimizer)  # raises for an optimizer without an error memory
         process_set = self.model.optimizer._sn.process_set
         if not process_set.included():
             return None

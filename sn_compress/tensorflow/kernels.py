@@ -1,8 +1,9 @@
-"""The FFT codec as two compiled CPU operations of a graph: csrc/compress/graph_bindings.cpp.
+"""The FFT codec as two compiled CPU ops of a graph: csrc/compress/graph_bindings.cpp.
 
-Where there is no GPU, a gradient lies where the extension can reach it: one node encodes it, one
-decodes the mean, with the bytes and bits of FFTCodec. The codec's array code (`batched.py`) makes
-the same payloads anywhere, in some thousand nodes; on a CPU that takes several times as long.
+Without a GPU, gradients are in host memory, where the extension can access them: one op encodes a
+gradient and one decodes the mean, bit-identical to FFTCodec. The codec's array code (`batched.py`)
+produces the same payloads on any device, in some thousand nodes; on a CPU that takes several times
+as long.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _LIBRARY = "libtensorflow_framework.so.2"
 
 
 def serve(codec: FFTCodec, sizes: Sequence[int]) -> bool:
-    """Whether these operations encode vectors of so many elements, here."""
+    """Whether these ops can encode vectors of these sizes on this machine."""
     return (
         codec.transform == "fft"
-        and codec.window != "payload"  # its peak is that of all blocks, known after all FFTs
+        and codec.window != "payload"  # needs the peak of all blocks, known only after all FFTs
         and all(
             spectrum.fits(_span(codec, section)) for n in sizes for section in codec.sections(n)
         )
@@ -45,12 +46,12 @@ def serve(codec: FFTCodec, sizes: Sequence[int]) -> bool:
 def encode(
     codec: FFTCodec, gradient: Any, memory: Sequence[Any], *, decay: float
 ) -> tuple[Any, list[Any], Any]:
-    """Return the payload, [words] int32, the next memory, [3] float64: energy, error, saturated.
+    """Return payload, [words] int32, next memory, and [3] float64: energy, error, saturated.
 
-    gradient : [n] float32; memory : of each section, as codec.new_state makes it, or []
+    gradient : [n] float32; memory : of each section, as from codec.new_state, or []
     """
     n = int(gradient.shape[0])
-    # The paper's mode; the operation takes float32.
+    # For mode="paper"; the op takes float32.
     if codec.half:
         gradient = tf.cast(tf.cast(gradient, tf.float16), tf.float32)
     payload, stats, memories = _call(
@@ -64,11 +65,11 @@ def encode(
 
 
 def decode(codec: FFTCodec, gathered: Any, n: int, *, ranks: int, at: int) -> Any:
-    """The mean of what all ranks encoded of one gradient, [n] float32.
+    """Return the mean of one gradient's payloads from all ranks, [n] float32.
 
-    gathered : [ranks * words] int32, of each rank the payloads of a bucket, one behind the other
-    at : words of a rank before this payload
-    A damaged payload ends the step with an error that names the rank.
+    gathered : [ranks * words] int32, each rank's payloads of a bucket, concatenated
+    at : offset of this payload within a rank's words
+    A corrupt payload ends the step with an error that names the rank.
     """
     sizes = {"ranks": ranks, "stride": int(gathered.shape[0]) // ranks, "at": at}
     mean = _call("SnCompressDecode", codec, n, gathered=gathered, decay=1.0, **sizes)
@@ -87,7 +88,7 @@ def _call(
     **more: Any,
 ) -> Any:
     sections = codec.sections(n)
-    # The last 8 bytes are the count of saturated values and the checksum, which the operation sets.
+    # The last 8 bytes are the number of saturated values and the checksum, set by the op.
     head = header(codec, n) + bytes(8)
     top = -1  # each block has its own
     if codec.window != "block":
@@ -96,7 +97,7 @@ def _call(
     like = tf.zeros([])
     return op_def_library.apply_op(
         operation,
-        # Constants of the graph, made once for all nodes.
+        # Constants of the graph, created once for all nodes.
         roots=[_roots(_span(codec, section)).on(like) for section in sections],
         layouts=[int(number) for section in sections for number in _section_fields(codec, section)],
         header=np.frombuffer(head, "<u4").tolist(),
@@ -110,7 +111,7 @@ def _section_fields(codec: FFTCodec, s: Section) -> tuple[Any, ...]:
 
 
 def _span(codec: FFTCodec, section: Section) -> int:
-    """Elements of each FFT."""
+    """Return the number of elements of each FFT."""
     return spectrum.span_length(codec.span, section.layout.block)
 
 
@@ -121,11 +122,11 @@ def _roots(span: int) -> Constant:
 
 @cache
 def _registered() -> bool:
-    """Whether TensorFlow knows the operations; makes them known when it is asked first."""
+    """Whether the ops are registered with TensorFlow; the first call registers them."""
     core = _native.core()
     if core is None:
         return False
-    # By TensorFlow's plain C interface, looked up in its library by name: the extension is built
+    # Through TensorFlow's C API, looked up in its library by name, as the extension is built
     # without TensorFlow (decision 88).
     why = core.register_graph_kernels(str(Path(tf.sysconfig.get_lib()) / _LIBRARY))
     if why is not None:

@@ -1,8 +1,8 @@
-"""What belongs to one compression in TensorFlow: the engine, and the steps that run in graphs.
+"""State of one compression in TensorFlow: the engine, and the steps that run in graphs.
 
-The engine keeps everything, and takes all steps but those of graphs: `Memory.average` runs it in
-one Python function of the graph, on the host. A graph borrows what it needs of the engine for as
-long as its steps are alike, and gives it back (`graph.py`).
+The engine keeps all state and runs all steps except those of graphs: `OptimizerState.average` runs
+it on the host, in a single Python function of the graph. A graph takes over the state it needs for
+as long as its steps have the same sizes, and returns it afterwards (`graph.py`).
 """
 
 from __future__ import annotations
@@ -58,26 +58,26 @@ _log = logging.getLogger(__name__)
 
 
 class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
-    """What belongs to one compression: codec, error memories, counts.
+    """State of one compression: codec, error memories, counts.
 
-    It goes into a checkpoint like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It
-    differs between ranks, so each rank writes and reads a checkpoint of its own.
+    It can be checkpointed like a variable: `tf.train.Checkpoint(memory=memory_of(fft))`. It differs
+    between ranks, so each rank writes and reads a separate checkpoint.
 
-    A gradient is kept under a name, or that of the slot of its variable: "0:kernel".
+    Gradients are keyed by a name, or by slot and name of their variable: "0:kernel".
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         threads = tf.config.threading.get_intra_op_parallelism_threads()
         self._threads = threads or len(os.sched_getaffinity(0))
-        self.codec = settings.codec(self._threads)  # that of the first step
+        self.codec = settings.codec(self._threads)  # of the first step
         self.graphs: dict[tuple[str, ...], GraphStep] = {}  # by all names of a call
         self._functions: weakref.WeakSet[Any] = weakref.WeakSet()
         self._accumulates = False
         self._scaler: Any = None
         self._warned_dropped = False
-        self._unlike = False  # whether ranks decode with other bits in their graphs
-        self._traces = 0  # how often all ranks were to trace again, in the same step
+        self._unlike = False  # whether ranks' graphs decode to different bits
+        self._traces = 0  # how often all ranks were told to retrace, in the same step
         self._restarts = Restarts(self.reset)
         self._begin()
 
@@ -87,24 +87,24 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.settings, self._threads, stock="Horovod", tuner=None, outcomes=self.outcomes,
             drops_unused=False,
         )  # fmt: skip
-        self.engine.feedback.undoable = False  # not before a variable tells; see `_note`
+        self.engine.feedback.undoable = False  # until there are digests of variables; see `_note`
         self.agreed: set[str] = set()  # what ranks have agreed on
         self.variables = Variables()
         self._sameness: dict[Any, ParameterCheck] = {}
         self._traceable: set[tuple[str, ...]] = set()  # names of calls that could be graphs
         self._in_turns: set[str] = set()  # names of tensors that several calls exchange
-        self._outdone: set[tuple[str, ...]] = set()  # calls whose graph another one has ended
-        self.tuner: Tuner | None = None  # of AutoCompression, from the first trace on
-        self._tuned_set: int | None = None  # the process set it is of
-        self._counted = 0  # steps in the report when graphs were read last
+        self._outdone: set[tuple[str, ...]] = set()  # calls whose graph another call has ended
+        self.tuner: Tuner | None = None  # for AutoCompression, from the first trace on
+        self._tuned_set: int | None = None  # the process set that it tunes
+        self._counted = 0  # steps in the report when graphs were last read
         self.nodes = Nodes(self.settings, self.engine)
 
     def clear(self) -> None:
-        """Forget all variables and what was dropped of them: for models that are gone."""
+        """Forget all variables and their residuals: for models that no longer exist."""
         self.restart({})
 
     def restart(self, residuals: Mapping[str, Floats]) -> None:
-        """Begin anew, counts as well, with what was not sent of these; shapes may be others."""
+        """Restart, including counts, with these residuals; shapes may differ from before."""
         self._end_graphs()
         logs = self.engine.traffic.logs
         self._begin()
@@ -113,7 +113,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self.nodes.restarted = dict(residuals)
 
     def reset(self) -> None:
-        """When ranks have come or gone, on all of them: count steps from here."""
+        """Restart step counts; called on all ranks when ranks have joined or left."""
         self._end_graphs()
         self._in_turns, self._outdone = set(), set()
         self.tuner = self._tuned_set = None
@@ -125,9 +125,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
 
     @property
     def accumulates(self) -> bool:
-        """Whether a loop adds gradients up before it applies them: all of them count as applied.
+        """Whether a loop accumulates gradients before it applies them: all count as applied.
 
-        Otherwise a gradient counts as dropped if its variable is the same at its next exchange.
+        Otherwise a gradient counts as dropped if its variable is unchanged at its next exchange.
         """
         return self._accumulates
 
@@ -139,9 +139,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.trace_again()
 
     def watch(self, scaler: Any) -> None:
-        """Follow the scale of a keras.optimizers.LossScaleOptimizer around a plain optimizer.
+        """Track the scale of a keras.optimizers.LossScaleOptimizer around a plain optimizer.
 
-        Before the first gradient. What is remembered is of gradients that are not scaled.
+        Call it before the first gradient. Residuals are those of unscaled gradients.
         """
         if not hasattr(scaler, "dynamic_scale"):
             raise CompressError(
@@ -156,17 +156,18 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._scaler = scaler
 
     def scale(self) -> Any:
-        """The factor on all gradients now, [] float32; None where no scaler is watched."""
+        """Return the current factor on all gradients, [] float32; None without a scaler."""
         return None if self._scaler is None else self._scaler.dynamic_scale.value.read_value()
 
-    # Which tensors there are, and what ranks have alike
+    # Which tensors there are, and what must be equal on all ranks
 
     def agree(
         self, process_set: Any, fingerprint: Fingerprint, agreed: set[str] | None = None
     ) -> None:
-        """Raise CompressError, on every rank, unless all trace the same; once, while it traces.
+        """Raise CompressError on every rank unless all trace the same; checked once, while tracing.
 
-        Ranks of unlike hardware multiply in one order from then on, or decode on the host.
+        If the ranks' hardware differs, they multiply in a fixed order or decode on the host from
+        then on.
 
         agreed : fingerprints an optimizer has compared; by default those of this compression
         """
@@ -197,20 +198,20 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 )
 
     def takes(self, name: str, shape: Sequence[int]) -> bool:
-        """Whether a gradient is compressed; one that shrank goes on to be, small as it may be."""
+        """Whether a gradient is compressed; once compressed, always, even if it has shrunk."""
         shared = self.engine.shared
         known = name in shared.tensors or self.engine.feedback.remembers(name)
         if known or is_large(shape, shared.min_elements):
             return True
-        # What is small counts for one rank of a node.
+        # A small tensor counts on one rank of a node only.
         return self.nodes.owns(name, math.prod(shape)) and shared.takes(name, shape)
 
     def sameness_of(self, owner: Any) -> ParameterCheck:
-        """When the parameters of one tape or optimizer are compared."""
+        """Return the ParameterCheck of one tape or optimizer."""
         return self._sameness.setdefault(owner, ParameterCheck(self.settings.check_every))
 
     def count_beside(self, nbytes: int) -> None:
-        """Count what is no gradient; see Traffic."""
+        """Count bytes other than gradients; see Traffic."""
         self.engine.traffic.overhead(nbytes)
 
     # A step that the engine takes
@@ -223,12 +224,12 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         digests: Sequence[int] | None,
         call: Call,
     ) -> None:
-        """Average gradients in their place, [n] float32 each, on all ranks; called at each step.
+        """Average gradients in place, [n] float32 each, on all ranks; called at each step.
 
-        digests : of their variables; None where all gradients count as applied
+        digests : of their variables; None if all gradients count as applied
         """
         if elastic() and self._restarts.since_last():
-            # Nobody called `synchronize`, so ranks no longer have alike what they share.
+            # `synchronize` was not called, so the shared state is no longer equal on all ranks.
             engine_state.start_empty(self.engine)
             self._loaded()
             self._restarts.warn(self.settings.compression)
@@ -249,21 +250,20 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         if (factor := call.factor()) != 1:
             for gradient in gradients:
                 gradient.values[:] *= np.float32(factor)
-        # The step of a function that ran here for the sake of its sizes; alike steps lie ahead.
+        # This call ran here only until its sizes were fixed; now enough equal steps follow.
         again = tuple(known) in self._traceable and self._in_turns.isdisjoint(known)
         if again and unchanged >= LEAST:
             self.trace_again()
 
     def _loaded(self) -> None:
-        """What another state leaves behind."""
+        """Reset what belongs to the previous state, after loading another one."""
         self.outcomes.marks.clear()
         self._restarts.happened = False
 
     def _note(self, names: Sequence[str], digests: Sequence[int] | None) -> None:
-        """What became of the last gradients of tensors, before their next exchange.
+        """Determine the outcomes of tensors' last gradients, before their next exchange.
 
-        What was left out of gradients that were applied is kept; what was, of those that were
-        dropped, is taken back.
+        Residuals of applied gradients are kept; those of dropped gradients are undone.
         """
         if digests is not None:
             self.engine.feedback.undoable = True
@@ -272,17 +272,17 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self.engine.transaction.settle()
 
     def _note_now(self, names: Sequence[str], variables: Sequence[Any]) -> None:
-        """The same while a function is traced, before its first step."""
+        """Same as `_note`, while a function is traced, before its first step."""
         marks = self.outcomes.marks
         pairs = [(name, v) for name, v in zip(names, variables, strict=True) if name in marks]
-        with tf.init_scope():  # values, not nodes of the graph that is being traced
+        with tf.init_scope():  # values, not nodes of the graph being traced
             digests = [int(digest_of(variable.read_value())) for _, variable in pairs]
         self._note([name for name, _ in pairs], digests)
         self.outcomes.unseen(name for name, _ in pairs)  # no exchange yet
         self.outcomes.sent(())
 
     def warn_dropped(self) -> None:
-        """Warn, once: a loop that adds gradients up would lose what was left out of them."""
+        """Warn, once: a loop that accumulates gradients would lose their residuals."""
         if not self._warned_dropped:
             self._warned_dropped = True
             _log.warning(
@@ -303,14 +303,14 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         stepped: Collection[GraphStep] = (),
         by_nodes: NodeSum | None = None,
     ) -> GraphStep | None:
-        """The step of a call that is being traced as nodes; None where the engine takes it.
+        """Return the step of a call being traced as graph nodes; None if the engine must run it.
 
         buckets : names and elements of the tensors of each bucket
         owner : whose parameters are compared, see `sameness_of`
         choice : of AutoCompression; the graph counts steps while the tuner rests
-        variables : of all these tensors; None where all gradients count as applied
-        stepped : those of which the graph that is being traced has made nodes
-        by_nodes : where buckets are of what this rank owns of the call's tensors, perhaps of none
+        variables : of all these tensors; None if all gradients count as applied
+        stepped : steps that already have nodes in the graph being traced
+        by_nodes : set if buckets have only the tensors that this rank owns, perhaps none
         """
         if elastic() or not (buckets or choice or by_nodes) or tf.executing_eagerly():
             return None
@@ -340,13 +340,13 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             self.retire(key)
             if variables is not None:
                 self._note_now(names, variables)
-            # Without tensors there is nothing but a tuner to ask, which rests for good.
+            # Without tensors there is only a tuner, which rests forever.
             limit = self._steady_steps(names) if sizes else FOR_EVER * rests
             if by_nodes is not None:
                 limit = self.nodes.steps_left(key, limit)
             if limit < LEAST:
                 return None
-            self.read()  # steps that the engine counts from here on are those of other calls
+            self.read()  # from here on the engine counts only steps of other calls
             marks = None
             if variables is not None:
                 marks = [self.outcomes.marks.get(name, (None, False)) for name in names]
@@ -359,9 +359,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             return self.graphs.setdefault(key, graph)
 
     def _takes_turns(self, key: tuple[str, ...], stepped: Collection[GraphStep]) -> bool:
-        """Whether other calls exchange tensors of this call, too, as with a GAN's discriminator.
+        """Whether other calls also exchange tensors of this call, e.g. a GAN's discriminator.
 
-        A graph belongs to one call. The engine serves calls that share tensors, one after another.
+        A graph belongs to one call. Calls that share tensors are run by the engine, in sequence.
         """
         tensors = set(key)
         sharing = [key for key in self.graphs if tensors.intersection(key) and set(key) != tensors]
@@ -372,13 +372,13 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         return not tensors.isdisjoint(self._in_turns)
 
     def _steady_steps(self, names: Sequence[str]) -> int:
-        """Steps from the next one on in which these tensors send as many words as in that one."""
+        """Return for how many steps, from the next one on, these tensors send as many words."""
         if self.settings.exchange == "shared":
             return until_dense(self.engine.shared, names)
         return self.engine.theta.steady_steps()
 
     def _has_nodes(self, sizes: Sequence[int]) -> bool:
-        """Whether payloads can be nodes of a graph, alike on all ranks; casts cannot."""
+        """Whether payloads can be coded in a graph, bit-identically on all ranks; casts cannot."""
         of_graph = self.settings.exchange == "gather" and not self._unlike
         return of_graph and serves(self.codec, sizes)
 
@@ -392,17 +392,17 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         )  # fmt: skip
 
     def trace_again(self) -> None:
-        """Let all functions be traced again that have used this memory; on all ranks at once."""
+        """Make all functions that use this memory retrace; on all ranks at once."""
         self._traces += 1
         self.forget_traces()
 
     def forget_traces(self) -> None:
-        """Likewise, and what was traced stays what the tuner chose."""
+        """Make functions retrace, without changing the tuner's choice."""
         for function in list(self._functions):
             forget(function)
 
     def read(self) -> None:
-        """Write what graphs have counted and remembered to the engine and the report."""
+        """Write the graphs' counts and memories to the engine and the report."""
         engine, traffic = self.engine, self.engine.traffic
         with tf.init_scope():
             counts = [graph.read() for graph in self.graphs.values()]
@@ -411,9 +411,9 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 self.outcomes.marks.update(graph.marks())
                 if graph.undoable:
                     engine.transaction.reopen(graph.names)
-                if graph.names or graph.inside_bytes:  # calls of one step have counted it alike
+                if graph.names or graph.inside_bytes:  # all calls of a step have counted it
                     engine.theta.steps = max(engine.theta.steps, graph.began + graph.ran)
-        # The engine has counted some of these steps, for other calls in them.
+        # The engine has already counted some of these steps, for other calls in them.
         already_counted = max(traffic.steps - self._counted, 0)
         steps = max((count.steps - already_counted for count in counts), default=0)
         errors = np.sum([count.relative for count in counts], axis=0) if counts else (0.0, 0.0)
@@ -426,7 +426,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             _log.warning("values beyond the fixed window were clipped: `saturated` in the report")
 
     def retire(self, names: Iterable[str] | None = None) -> None:
-        """End the graphs of all calls, or of those with some of these names; trace again."""
+        """End the graphs of all calls, or of those with any of these names; retrace."""
         chosen = None if names is None else set(names)
         ends = [key for key in self.graphs if chosen is None or chosen.intersection(key)]
         if not ends:
@@ -436,30 +436,30 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
             with tf.init_scope():
                 graph = self.graphs.pop(key)
                 self.nodes.ended(key, graph)
-                # Who still runs it, by a concrete function, gets an error, and does not train on
-                # with memories that nobody has.
+                # If a concrete function still runs it, it fails instead of training on with stale
+                # memories.
                 graph.alive.assign(False)
         self.forget_traces()
 
     def _end_graphs(self) -> None:
-        """Of graphs that were traced so far nothing goes on."""
+        """End all graphs that were traced so far."""
         self.retire()
         if self.settings.tune:
             self.trace_again()
 
-    # AutoCompression: a graph sends each tensor in one way for good. While the tuner measures, a
-    # Python function asks it at the beginning of a step about all tensors; where it says otherwise
-    # than when the graph was traced, functions are traced again. The step under way still runs as
-    # it is: on all ranks, as what the tuner says comes from summed integers.
+    # AutoCompression: in a graph the method of each tensor is fixed. While the tuner measures, a
+    # Python function queries it about all tensors at the beginning of each step; if its answer has
+    # changed since the graph was traced, functions are retraced. The current step still runs
+    # unchanged, on all ranks, as the tuner's answers come from summed integers.
 
     def choose(
         self, tensors: Mapping[str, Tensor], process_set: Any, variables: Mapping[str, Any]
     ) -> Choice:
-        """Choose how AutoCompression sends the tensors of a call that is being traced.
+        """Choose how AutoCompression sends the tensors of a call being traced.
 
-        Plain gradients are sent with what was not sent of them before.
+        Residuals are added to gradients that are sent uncompressed.
 
-        variables : by name; none where all gradients count as applied
+        variables : by name; empty if all gradients count as applied
         """
         refuse_untraced()
         if self.tuner is None:
@@ -486,10 +486,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         return Choice(tensors, plain, self.tuner.rests)
 
     def asking(self, choice: Choice, graph: GraphStep | None) -> Any:
-        """Return a node, [] int64 zero, that asks the tuner at each step, as long as it measures.
+        """Return a node, [] int64 zero, that queries the tuner at each step while it measures.
 
-        It does not ask between a change and the trace that follows: in a loop inside a function
-        steps continue as they were traced, and the tuner would measure the wrong ones.
+        It stops between a change and the following retrace: in a loop inside a function, steps
+        continue as they were traced, and the tuner would measure the wrong ones.
         """
         traces, tuner = self._traces, self.tuner
         assert tuner is not None
@@ -502,7 +502,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
                 for name, tensor in choice.tensors.items():
                     tuner.method(name, tensor.shape)
                 plain = tuner.choice == "plain"
-                all_known = graph is not None or plain  # no size is to be chosen
+                all_known = graph is not None or plain  # no sizes left to choose
                 if plain != choice.plain or (all_known and tuner.rests):
                     self.trace_again()
             return np.int64(0)
@@ -512,10 +512,10 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         node.set_shape([])
         return node
 
-    # What is asked between steps, and saved
+    # Queries between steps, and saved state
 
     def exchange(self) -> ErrorFeedback | AllReduceExchange:
-        """Who keeps the memories, with what graphs have made of them."""
+        """Return the store of the memories, updated from graphs."""
         self.read()
         return self.engine.exchange
 
@@ -526,17 +526,17 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         return self.engine.traffic.report() | chosen | self.nodes.report()
 
     def remembers(self, name: str) -> bool:
-        """Whether anything of a tensor has yet to be sent."""
+        """Whether there is a residual of a tensor."""
         self.read()
         return self.engine.remembers(name)
 
     def residual(self, name: str) -> Floats:
-        """What this rank has yet to send of a tensor, [n] float32."""
-        # By nodes it is of the node's mean.
+        """Return this rank's residual of a tensor, [n] float32."""
+        # In a hierarchical exchange, the stored residual is that of the node's mean.
         return self.exchange().residual(name) * np.float32(self.nodes.size)
 
     def state_dict(self) -> dict[str, Any]:
-        """The error memories by variable ("0:kernel"), as arrays; they differ between ranks."""
+        """Return the error memories by variable ("0:kernel"); they differ between ranks."""
         self.read()
         nodes = self.nodes.saved(hvd.size())
         return engine_state.state_dict(self.engine, ranks=hvd.size(), rank=hvd.rank()) | {
@@ -544,7 +544,7 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         }
 
     def load_state_dict(self, state: dict[str, Any] | Sequence[dict[str, Any]]) -> None:
-        """Take over what state_dict returned, on whichever rank, or the list of all ranks'."""
+        """Load what state_dict returned on any rank, or the list of all ranks' states."""
         self._end_graphs()
         self.nodes.load(
             state, ranks=hvd.size(), rank=hvd.rank(), own=True, check=self.variables.expect
@@ -575,14 +575,14 @@ class OptimizerState(tf.train.experimental.PythonState):  # type: ignore[misc]
         self._loaded()
 
 
-# A compression that is dropped takes its memory along, unless Horovod's cache holds it.
+# A memory is freed with its compression, unless Horovod's cache holds that.
 _memories: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
 
 
 def memory_of(compression: Any) -> OptimizerState:
-    """What a compression remembers and has sent, for all tapes that were given it.
+    """Return the state of a compression, shared by all tapes that use it.
 
-    To keep two models apart in reports and checkpoints, give each its own:
+    To separate two models in reports and checkpoints, give each its own compression:
     `FFTCompression.using()` returns a new one each time.
     """
     if compression not in _memories:
@@ -591,7 +591,7 @@ def memory_of(compression: Any) -> OptimizerState:
 
 
 def exchanged_by_tapes(variables: Sequence[Any]) -> list[Any]:
-    """Those of these variables whose gradients tapes with compression exchange."""
+    """Return those of the variables whose gradients are exchanged by tapes with compression."""
     memories = list(_memories.values())
     return [
         v for v in variables if any(memory.variables.knows(repr(v.handle)) for memory in memories)

@@ -1,10 +1,10 @@
-"""TensorFlow's functions by the names of the array API standard, as far as the core uses them.
+"""TensorFlow's functions under their array API names, as far as the core uses them.
 
-With it the core's functions run while a graph is traced, and become part of it. TensorFlow has most
-of them under other names. Its tensors are never changed in place and it places what it makes, so
-that `device` and `copy` say nothing here. Importing this file makes them known to `arrays`.
+This lets the core's functions run while a graph is traced, and become part of it. TensorFlow has
+most of them under other names. Its tensors are immutable, and it places results by itself, so
+`device` and `copy` are ignored. Importing this file registers it with `arrays`.
 
-A constant is made once in each graph: a step uses the same tables many times.
+A constant is created once per graph, as a step uses the same tables many times.
 """
 
 from __future__ import annotations
@@ -39,32 +39,32 @@ _CONSTANTS = "_sn_compress_constants"  # of a graph, kept with it
 
 
 def asarray(values: Any, *, dtype: Any = None, device: Any = None, copy: Any = None) -> Array:
-    """A tensor; a constant of the graph if there is one."""
+    """Convert to a tensor, which is a constant inside a graph."""
     return tf.convert_to_tensor(values, dtype)
 
 
 def astype(values: Array, dtype: Any, *, copy: Any = True) -> Array:
-    """As another type; float to int32 rounds towards zero."""
+    """Cast to another dtype; float to int32 rounds towards zero."""
     return tf.cast(values, dtype)
 
 
 def zeros(shape: Shape, *, dtype: Any = tf.float32, device: Any = None) -> Array:
-    """Zeros."""
+    """Return zeros."""
     return tf.zeros(_shape(shape), dtype)
 
 
 def ones(shape: Shape, *, dtype: Any = tf.float32, device: Any = None) -> Array:
-    """Ones."""
+    """Return ones."""
     return tf.ones(_shape(shape), dtype)
 
 
 def arange(stop: int, *, dtype: Any = tf.int64, device: Any = None) -> Array:
-    """0, 1, 2, ... [stop]."""
+    """Return 0, 1, 2, ..., [stop]."""
     return tf.constant(np.arange(stop), dtype)
 
 
 def zeros_like(values: Array, *, dtype: Any = None) -> Array:
-    """Zeros of the same shape."""
+    """Return zeros of the same shape."""
     return tf.zeros(values.shape, dtype or values.dtype)
 
 
@@ -72,43 +72,43 @@ empty_like = zeros_like
 
 
 def ones_like(values: Array, *, dtype: Any = None) -> Array:
-    """Ones of the same shape."""
+    """Return ones of the same shape."""
     return tf.ones(values.shape, dtype or values.dtype)
 
 
 def full_like(values: Array, value: float) -> Array:
-    """One value everywhere."""
+    """Fill the same shape with one value."""
     return tf.fill(values.shape, tf.constant(value, values.dtype))
 
 
 def multiply(left: Array, right: Array) -> Array:
-    """The product, of the wider type of the two: TensorFlow mixes none by itself."""
+    """Multiply in the wider of the two dtypes: TensorFlow does not promote."""
     wide = left.dtype if left.dtype.size >= right.dtype.size else right.dtype
     return tf.cast(left, wide) * tf.cast(right, wide)
 
 
 def concat(arrays: Sequence[Array], *, axis: int = 0) -> Array:
-    """One behind the other."""
+    """Concatenate."""
     return tf.concat(arrays, axis)
 
 
 def vecdot(left: Array, right: Array) -> Array:
-    """Products summed over the last axis."""
+    """Return the dot products over the last axis."""
     if left.shape.rank == 1:
         return tf.reshape(left[None, :] @ right[:, None], ())
     return tf.reduce_sum(left * right, -1)
 
 
 def bitwise_right_shift(values: Array, places: Array | int) -> Array:
-    """Divided by powers of two and rounded down, the sign kept."""
+    """Divide by powers of two, rounding down, keeping the sign."""
     return tf.bitwise.right_shift(values, tf.cast(places, values.dtype))
 
 
-# What no standard names: see the functions of `arrays` of these names.
+# Not in the standard: see the functions of the same names in `arrays`.
 
 
 def constant(of: Any, host: npt.NDArray[Any]) -> Array:
-    """The values of a Constant, which is `of`, in the graph being traced."""
+    """Return the values of the Constant `of` in the graph being traced."""
     if tf.executing_eagerly():
         return tf.constant(host)
     graph = tf.compat.v1.get_default_graph()
@@ -116,58 +116,58 @@ def constant(of: Any, host: npt.NDArray[Any]) -> Array:
         setattr(graph, _CONSTANTS, {})
     known = getattr(graph, _CONSTANTS)
     if of not in known:
-        # Whatever its first user waits for, later ones may be in front of that.
+        # Must not depend on what its first user waits for, as later users may run before that.
         with tf.control_dependencies(None):
             known[of] = tf.constant(host)
     return known[of]
 
 
 def split(values: Array, sizes: Sequence[int], *, axis: int = 0) -> list[Array]:
-    """Stretches of an axis."""
+    """Split along an axis."""
     return list(tf.split(values, list(sizes), axis))
 
 
 def bits_of(values: Array) -> Array:
-    """The bits of float32 as int32."""
+    """Return the bits of float32 as int32."""
     return tf.bitcast(values, tf.int32)
 
 
 def floats_of(bits: Array) -> Array:
-    """The float32 that int32 are the bits of."""
+    """Return the float32 with these int32 bits."""
     return tf.bitcast(bits, tf.float32)
 
 
 def top(values: Array, count: int) -> Array:
-    """The largest of each row, in falling order."""
+    """Return the largest values of each row, in descending order."""
     return tf.math.top_k(values, count).values
 
 
 def add_at(target: Array, index: Array, values: Array) -> Array:
-    """The target with values added at some places of its first axis."""
+    """Return the target with values added at some positions of its first axis."""
     return tf.tensor_scatter_nd_add(target, index[:, None], values)
 
 
 def rfft(blocks: Array) -> Array:
-    """The orthonormal real FFT of each row, real and imaginary parts in turn."""
+    """Return the orthonormal real FFT of each row, real and imaginary parts interleaved."""
     spectrum = tf.signal.rfft(blocks) * blocks.shape[1] ** -0.5
     pairs = tf.stack([tf.math.real(spectrum), tf.math.imag(spectrum)], 2)
     return tf.reshape(pairs, (blocks.shape[0], -1))
 
 
 def irfft(parts: Array, block: int) -> Array:
-    """The inverse of `rfft`."""
+    """Invert `rfft`."""
     pairs = tf.reshape(parts, (parts.shape[0], -1, 2))
     values = tf.signal.irfft(tf.complex(pairs[:, :, 0], pairs[:, :, 1]), [block])
     return values * block**0.5
 
 
 def put(target: Array, index: Array, values: Array) -> Array:
-    """The target with other values at some places of its first axis."""
+    """Return the target with values replaced at some positions of its first axis."""
     return tf.tensor_scatter_nd_update(target, index[:, None], values)
 
 
 def where_all(flag: Array, these: Sequence[Array], otherwise: Sequence[Array]) -> list[Array]:
-    """Return all of the first if the flag is set, else all of the second, without copies."""
+    """Return all of `these` if the flag is set, else all of `otherwise`, without copies."""
     return list(tf.cond(flag, lambda: list(these), lambda: list(otherwise)))
 
 

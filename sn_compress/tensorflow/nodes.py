@@ -1,8 +1,8 @@
-"""Calls of Horovod's TensorFlow by nodes: on the host, and as nodes of the graph.
+"""Hierarchical exchange over compute nodes for Horovod's TensorFlow: on the host, and in a graph.
 
-Every collective is an all-to-all of all ranks (docs/decisions/0098). A step of the engine goes
-through the rounds of `engine/all_to_all.py`, as many as owners need. In a graph their number has to
-be known: it follows from sizes and settings, so a rank that owns less takes part with nothing.
+Every collective is an all-to-all of all ranks (docs/decisions/0098). A step of the engine runs the
+rounds of `engine/all_to_all.py`, as many as owners need. In a graph their number must be known in
+advance: it follows from sizes and settings, and a rank that owns less takes part with nothing.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ JOINED = (
     "(drop_remainder=True), or use LowRankCompression or AutoCompression with hierarchy=None, "
     "which allow hvd.join()."
 )
-_ROUNDS = 2  # of a sum, at most; see allreduce/methods
+_ROUNDS = 2  # maximum number of rounds of a sum; see allreduce/methods
 
 
 class Nodes(NodeStates):
-    """Where a compression goes by nodes: its place, once that is known, and what it goes on from.
+    """Hierarchy of a compression: this rank's place, once known, and states to resume from.
 
     Attributes
     ----------
-    restarted : what was not sent, with which this rank began anew, until nodes are known
+    restarted : residuals with which this rank has restarted, until nodes are known
     """
 
     def __init__(self, settings: Settings, engine: Engine) -> None:
@@ -53,12 +53,12 @@ class Nodes(NodeStates):
         self.restarted: dict[str, Any] | None = None
         self._settings = settings
         self._ranks = self._rank = 0
-        self._known = elastic()  # where there are none
-        self._brought: dict[str, Any] | None = None
-        self._steady: dict[tuple[str, ...], int] = {}  # of calls, alike on all ranks
+        self._known = elastic()  # elastic runs do not use nodes
+        self._brought: dict[str, Any] | None = None  # residuals to add to the next gradients
+        self._steady: dict[tuple[str, ...], int] = {}  # by call, equal on all ranks
 
     def find(self, process_set: Any, total: Total) -> None:
-        """See which nodes there are; blocks, on all ranks."""
+        """Find out which nodes there are; blocks, and all ranks call it."""
         if self._known or process_set.process_set_id:
             return
         if may_have_nodes(self._settings, process_set):
@@ -67,14 +67,14 @@ class Nodes(NodeStates):
                 self.place = Place(layout, process_set.rank())
         self._known, self._ranks, self._rank = True, process_set.size(), process_set.rank()
         if self.place is not None and self.restarted is not None:
-            # It travels with the next gradients: their owners are not the ranks that hold it.
+            # They are sent with the next gradients, whose owners are not the ranks that have them.
             self._engine.exchange.restart({})
             self._brought = self.restarted
         self.restarted = None
         self._settle()
 
     def changed(self) -> None:
-        """Go on from what the engine has loaded; CompressError if that cannot be."""
+        """Continue from the state the engine has loaded; CompressError if that is impossible."""
         self._steady.clear()
         if self._known:
             self._settle()
@@ -91,26 +91,26 @@ class Nodes(NodeStates):
 
     @property
     def size(self) -> int:
-        """Ranks of a node whose mean is remembered here."""
+        """Number of ranks in a node, whose mean the residuals here belong to."""
         saved = self.saved(self._ranks)
         return len(saved["nodes"][0]) if saved else 1
 
     def owns(self, name: str, elements: int) -> bool:
-        """Whether this rank owns a tensor; without nodes each owns all."""
+        """Whether this rank owns a tensor; without nodes every rank owns all."""
         place = self.place
         return place is None or place.owners.of(name, elements) == place.number
 
     def serve(self, call: Call) -> bool:
-        """Whether a call goes by nodes: those of tapes and optimizers, over all ranks."""
+        """Whether a call is hierarchical: those of tapes and optimizers, over all ranks."""
         everyone = not call.process_set.process_set_id
         return self.place is not None and call.sources is not None and everyone
 
     def all_are_here(self, call: Call, vectors: Sequence[Any]) -> Any:
-        """A node, [] int64 zero, for all else of a step to wait for; an error if a rank has joined.
+        """Return a graph node, [] int64 zero, for a step to wait for; fails if a rank has joined.
 
-        None where a call does not go by nodes, and eagerly, where `average` asks before anything is
-        sent. In a graph Horovod's own all-reduces go on beside it: an error of the exchange would
-        keep some ranks from beginning one for which others wait, or leave it applied on some.
+        None if a call is not hierarchical, and eagerly, where `average` checks before it sends
+        anything. In a graph Horovod's own all-reduces run in parallel: an error in the exchange
+        would keep some ranks from starting one that others wait for, or apply it on some only.
         """
         if tf.executing_eagerly() or not vectors or not self.serve(call):
             return None
@@ -123,7 +123,7 @@ class Nodes(NodeStates):
             return tf.cast(present[0], tf.int64) * 0
 
     def sum(self, call: Call, sizes: Mapping[Any, int]) -> NodeSum | None:
-        """That of a call's tensors, as nodes of the graph; None where it does not go by nodes."""
+        """Return the NodeSum of a call's tensors, for a graph; None if it is not hierarchical."""
         if self.place is None or None in sizes or not sizes or not self.serve(call):
             return None
         return NodeSum(self.place, sizes)
@@ -135,13 +135,13 @@ class Nodes(NodeStates):
         mark: str,
         count: Callable[[int], None],
     ) -> None:
-        """Average gradients in their place, on the host; all ranks call it with the same.
+        """Average gradients in place, on the host; all ranks call it with the same ones.
 
-        mark : of the names of collectives
-        count : told the bytes that this rank sends beside gradients
+        mark : prefix of the names of collectives
+        count : called with the bytes that this rank sends besides gradients
         """
         sets = call.process_set
-        # Before anything is sent: Horovod has no all-to-all with a rank that joined.
+        # Before anything is sent: Horovod cannot run an all-to-all if a rank has joined.
         refuse_joined(sets, count, f"{mark}.ranks", JOINED)
         self._engine.begin(gradients)
         for gradient in gradients:
@@ -169,14 +169,14 @@ class Nodes(NodeStates):
         process_set: Any,
         count: Callable[[int], None],
     ) -> int:
-        """Return for how many steps after one on the host all owners keep a call's sizes.
+        """Return for how many steps after a host step a call's sizes stay the same on all owners.
 
-        steps_of : returns that for some tensors
+        steps_of : returns that number for some tensors
         """
         assert self.place is not None
         owned = [name for name in names if self.place.owners.of_name[name] == self.place.number]
         steps = steps_of(owned)
-        # Sizes of different owners change at different steps; a graph is for all ranks or for none.
+        # Sizes change at different steps on different owners; all ranks use a graph, or none.
         if self._settings.exchange == "shared":
             count(8)
             word = tf.constant([steps], tf.int64)
@@ -186,36 +186,36 @@ class Nodes(NodeStates):
         return steps
 
     def steps_left(self, key: tuple[str, ...], steps: int) -> int:
-        """For how many steps a call can be a graph; with payloads `steps`, equal on all ranks."""
+        """Return for how many steps a call can be a graph; for payloads `steps`, equal on ranks."""
         agreed = self._steady.get(key, 0)
         on_host_first = self._brought is not None and key not in self._steady
         return agreed if self._settings.exchange == "shared" or on_host_first else steps
 
     def ended(self, key: tuple[str, ...], graph: GraphStep) -> None:
-        """Nothing is known of a call beyond what its graph was made for."""
+        """Note that a call's graph has ended: only its remaining steps have known sizes."""
         if key in self._steady:
             self._steady[key] = graph.steps_left
 
     def count(self, nbytes: int) -> None:
-        """Count what graphs have sent inside the node."""
+        """Count bytes that graphs have sent inside the node."""
         if self.place is not None:
             self.place.sent_bytes += nbytes
 
     def report(self) -> dict[str, float]:
-        """What a report says of it; nothing without nodes."""
+        """Return the entries for a report; empty without nodes."""
         steps = self._engine.traffic.steps
         return {} if self.place is None else self.place.report(steps)
 
 
 class NodeSum:
-    """The way of a call's gradients to their owners in a node and back, as nodes of the graph.
+    """Sends a call's gradients to their owners in the node and the means back, in the graph.
 
-    sizes : elements by name, of all tensors of the call, alike on all ranks
+    sizes : elements by name, of all tensors of the call, equal on all ranks
 
     Attributes
     ----------
-    mine : places of those that this rank owns, among all
-    inside_bytes : that this rank sends to others of its node in a step
+    mine : indices of the tensors that this rank owns
+    inside_bytes : bytes that this rank sends to others of its node per step
     """
 
     def __init__(self, place: Place, sizes: Mapping[str, int]) -> None:
@@ -238,24 +238,24 @@ class NodeSum:
         vectors: Sequence[Any],
         step: Callable[[Collectives, Mapping[int, Any]], Mapping[int, Any]],
     ) -> list[Any]:
-        """The means of all tensors.
+        """Return the means of all tensors.
 
-        codec : of payloads, in the steps of the graph
-        step : the exchange between nodes: of gradients, by place, their means
+        codec : for payloads, in the steps of the graph
+        step : the exchange between nodes; maps gradients, by index, to means
         """
         mark = tf.compat.v1.get_default_graph().unique_name("sn_nodes")
         kinds = self._kinds(settings, codec)
 
-        # By itself: TensorFlow numbers the conditions of a graph, and names what is in Horovod's
-        # own by that, so all ranks have to have as many, whatever they own.
+        # A separate function: TensorFlow numbers the conditions of a graph, and names the ops in
+        # Horovod's own by that, so all ranks need the same number, whatever they own.
         @tf.function(autograph=False, experimental_attributes={"_noinline": True})
         def average(vectors: Sequence[Any]) -> list[Any]:
             by = NodeCollectives(call, self.place, kinds, mark)
             word = tf.identity(vectors[0][:1])
             means = step(by, self._scatter(by, vectors))
             by.fill(word)
-            # Nothing else waits for what an owner of nothing receives, and TensorFlow would leave
-            # out the exchange.
+            # If a rank owns nothing, nothing else depends on what it receives, and TensorFlow would
+            # prune the exchange.
             with tf.control_dependencies(by.received):
                 means = self._gather(by, means, tf.identity(word))
             return [means[at] for at in range(len(vectors))]
@@ -263,7 +263,7 @@ class NodeSum:
         return list(average(list(vectors)))
 
     def _kinds(self, settings: Settings, codec: Any) -> set[tuple[int, str]]:
-        """Kinds of exchanges, by bucket, that owners of any number start."""
+        """Return all (bucket, kind of exchange) that any owner starts."""
         parts = [[self._sizes[at] for at in of_owner] for of_owner in self._owned]
         buckets = [[[of_owner[at] for at in part] for part in cut(of_owner)] for of_owner in parts]
         numbers, nodes = range(max(map(len, buckets))), len(self.place.layout.nodes)
@@ -279,20 +279,20 @@ class NodeSum:
         return scattered | {(at, "payload") for at in numbers}
 
     def _scatter(self, by: NodeCollectives, vectors: Sequence[Any]) -> dict[int, Any]:
-        """The node's means of what this rank owns."""
+        """Return the node's means of what this rank owns."""
         mine, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
         words = tf.concat([vectors[at] for part in self._owned for at in part], 0)
         sizes = dict(zip(inside, self._words, strict=True))
         received = by.exchange(words, sizes, dict.fromkeys(inside, mine), "sn_sum")
-        # In this order, as on a host.
+        # In rank order, as on the host.
         mean = reduce(tf.add, (received[rank] for rank in inside)) / len(inside)
         return self._cut(mean, self.mine)
 
     def _gather(self, by: NodeCollectives, means: Mapping[int, Any], word: Any) -> dict[int, Any]:
         """Return all tensors' means, given this rank's; word : see NodeCollectives.fill."""
         mine, inside = self._words[self.place.number], self.place.layout.nodes[self.place.node]
-        # A word of this rank's gradients goes in front: an owner of nothing would have a constant
-        # to send, which TensorFlow starts at once.
+        # A word of this rank's gradients is prepended: a rank that owns nothing would send a
+        # constant, which TensorFlow would start immediately.
         sizes = [1 + words for words in self._words]
         words = tf.concat([word, *(means[at] for at in self.mine)], 0)
         received = by.exchange(
@@ -305,20 +305,20 @@ class NodeSum:
         return all_means
 
     def _cut(self, words: Any, places: Sequence[int]) -> dict[int, Any]:
-        """Tensors that lie one behind the other, by place."""
+        """Split concatenated tensors, by index."""
         pieces = tf.split(words, [self._sizes[at] for at in places]) if places else []
         return dict(zip(places, pieces, strict=True))
 
 
 class NodeCollectives(Collectives):
-    """Those of the owners of one number, as nodes of the graph; all ranks take part in each.
+    """Collectives among owners of the same local number, in the graph; all ranks run each of them.
 
-    kinds : of what owners of any number begin, with the bucket's; see `fill`
-    mark : of the names of collectives
+    kinds : (bucket, kind) of all exchanges that any owner starts; see `fill`
+    mark : prefix of the names of collectives
 
     Attributes
     ----------
-    received : what has come of all-to-alls so far
+    received : results of all-to-alls so far
     """
 
     def __init__(
@@ -338,9 +338,10 @@ class NodeCollectives(Collectives):
     def exchange(
         self, words: Any, to_ranks: Mapping[int, int], of_ranks: Mapping[int, int], mark: str
     ) -> dict[int, Any]:
-        """Return the words of each rank in `of_ranks`, by rank, so many elements each.
+        """Exchange words; return those received, by rank.
 
-        words : what to send to each rank, in order of rank, one after another
+        words : what to send to each rank, concatenated in rank order
+        to_ranks, of_ranks : number of elements sent to and received from each rank
         """
         splits = [to_ranks.get(rank, 0) for rank in range(self._all_ranks)]
         words, how = self.named(words, mark)
@@ -353,8 +354,8 @@ class NodeCollectives(Collectives):
     def _between(
         self, parts: Sequence[Any], sizes: Sequence[int], number: int, kind: str
     ) -> list[Any]:
-        """Return the words of each node, in order; `parts` are sent to them."""
-        # Begun here, so `fill` need not.
+        """Send `parts` to the nodes; return the words received from each, in order."""
+        # Started here, so `fill` need not.
         self._kinds.remove((number, kind))
         to = sorted(zip(self._owners, parts, strict=True), key=lambda pair: pair[0])
         received = self.exchange(
@@ -365,23 +366,23 @@ class NodeCollectives(Collectives):
         return [received[rank] for rank in self._owners]
 
     def fill(self, word: Any) -> None:
-        """Take part in exchanges in which only other owners have anything to send.
+        """Take part in the exchanges in which only other owners have anything to send.
 
-        word : [1], computed in the step: a constant would be sent without waiting for anything
+        word : [1], computed in the step: a constant would be sent immediately
         """
         to_self = {self._owners[self.rank]: 1}
         for at, (number, kind) in enumerate(sorted(self._kinds)):
-            # With other words each: TensorFlow would merge all-to-alls of equal ones.
+            # Different words each: TensorFlow would merge all-to-alls of equal words.
             self.exchange(one_of(word) + at, to_self, to_self, f"sn_b{number}_{kind}")
 
     def present(self, vector: Any, number: int) -> Any:
-        """See Collectives; all are, or `when_all_are_here` has ended the step."""
+        """See Collectives; all are present, or `all_are_here` has ended the step."""
         return tf.constant([self.ranks])
 
     def total(self, words: Any, number: int, turn: int) -> Any:
         """See Collectives."""
         n, kind = int(words.shape[0]), f"round{turn}"
-        if self.ranks == 2:  # as many bytes as below, at once
+        if self.ranks == 2:  # as many bytes as below, in one round
             return reduce(tf.add, self._between([words] * 2, [n] * 2, number, kind))
         sizes = all_to_all.pieces_of(n, self.ranks)
         parts, mine = tf.split(words, sizes), [sizes[self.rank]] * self.ranks

@@ -1,8 +1,8 @@
 """Compression of TensorFlow tensors in stock Horovod: eager tapes and tf.function.
 
-Horovod calls `compress` while it traces, never per step, and tensor by tensor. So the first call
-makes nodes for all gradients of the tape: those of `graph.py`, or one that runs the engine
-(`memory.py`). Horovod's own all-reduces get one zero each.
+Horovod calls `compress` once per tensor, while tracing, not in every step. So the first call
+creates the nodes for all gradients of the tape: those of `graph.py`, or a single one that runs the
+engine (`memory.py`). Horovod's own all-reduces get one zero each.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _ask_memory(tape: Any, *_: Any) -> NoReturn:
     )
 
 
-# What Compression offers for optimizers; TensorFlow's own gradients come from a tape.
+# Methods of Compression for optimizers; with TensorFlow alone gradients come from a tape.
 report = residuals = restart = state_dict = load_state_dict = synchronize = _ask_memory
 watch = Elastic = _ask_memory
 
@@ -66,10 +66,10 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
     _check(call)
     tensor = _shaped(tensor, call, call.place)
     if not _reaches_others(call):
-        return tensor, None  # Horovod traces what it never runs
+        return tensor, None  # Horovod traces this, but never runs it
     memory = memory_of(call.compression)
     fingerprint = fingerprint_of_compression(call.compression)
-    # `accumulates` decides whether anything is taken back, so all ranks have to say the same.
+    # `accumulates` decides whether steps can be undone, so it must be equal on all ranks.
     fingerprint += [("op", str(call.op)), ("accumulates", str(memory.accumulates))]
     if call.sources is not None and all(v is not None for v in call.sources):
         fingerprint += fingerprint_of_variables(call.sources)
@@ -90,7 +90,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
         if place not in exchange.plain:
             tensor = _count_plain(tensor, _label(call, place, tensor), memory)
         return Plain.compress(tensor)
-    # Grouped all-reduces want one dtype, that of the plain tensors beside it.
+    # Grouped all-reduces need a single dtype, that of the plain tensors in the group.
     mark = "sn_plain" if place is None else f"sn_{place}"
     with after(exchange.start if memory.nodes.serve(call) else None):
         token = tf.identity(tf.zeros([1], wire_type(tensor)), name=f"{mark}_token")
@@ -99,7 +99,7 @@ def compress(tensor: Any, settings: Settings, frame: FrameType) -> tuple[Any, An
 
 @dataclass(frozen=True)
 class Mean:
-    """A gradient's mean, made with those of its call."""
+    """A gradient's mean, computed together with those of its call."""
 
     like: Any  # the gradient: shape and dtype of the result
     mean: Any  # [n] float32
@@ -107,7 +107,7 @@ class Mean:
 
     @_as_written
     def finish(self, _: Any) -> Any:
-        """The mean as the gradient: shape, dtype, and the gradient of a plain hvd.allreduce."""
+        """Return the mean in the gradient's shape and dtype; differentiable for hvd.allreduce."""
         mean = tf.cast(tf.reshape(self.mean, self.like.shape), self.like.dtype)
         if self.call.sources is None:
             return _differentiable(self.like, mean, self.call)
@@ -115,7 +115,7 @@ class Mean:
 
 
 def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:
-    """`mean`, with the gradient of a plain hvd.allreduce of `tensor`."""
+    """Return `mean`, with the gradient of a plain hvd.allreduce of `tensor`."""
 
     @tf.custom_gradient
     def reduced(tensor: Any, mean: Any) -> Any:
@@ -132,14 +132,14 @@ def _differentiable(tensor: Any, mean: Any, call: Call) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """Whose gradients a call exchanges.
+    """Identifies the gradients that a call exchanges.
 
-    names : of each gradient's memory; None where the trace may serve any variables, which their
-        handles tell at each step
-    handles : of the variables then, by place
+    names : key of each gradient's memory; None if the trace may be reused for other variables,
+        which are then identified by their handles at each step
+    handles : of the variables in that case, by index
     owner : whose parameters are compared; see OptimizerState.sameness_of
-    variables : those of TensorFlow, to be compared
-    sparse : tf.IndexedSlices that are only counted, each with its name, or its place
+    variables : TensorFlow variables to be compared
+    sparse : tf.IndexedSlices, which are only counted, each with its name or index
     """
 
     names: Mapping[Any, str | None] | None
@@ -151,11 +151,11 @@ class Source:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The results of a call, by place.
+    """The results of a call, by index of the gradient.
 
     start : a node that starts the step; None if nothing has to wait for it
     means : [n] float32
-    plain : gradients that AutoCompression sends plain, residuals added; they are counted
+    plain : gradients that AutoCompression sends uncompressed, residuals added; already counted
     """
 
     start: Any
@@ -166,9 +166,9 @@ class Exchanged:
 def exchanged(
     call: Call, memory: OptimizerState, source: Source, tensors: Mapping[Any, Any]
 ) -> Exchanged:
-    """Average gradients, by place, as nodes of the graph or by the engine."""
-    # Which gradients are compressed, and which of them this rank exchanges: by nodes those that it
-    # owns in its node.
+    """Average gradients, keyed by index, as nodes of the graph or by the engine."""
+    # Which gradients are compressed, and which of them this rank exchanges: in a hierarchical
+    # exchange those that it owns in its node.
     names = source.names or dict.fromkeys(tensors)
     choice = None
     if memory.settings.tune and tensors:
@@ -181,17 +181,17 @@ def exchanged(
     buckets = [[mine[at] for at in part] for part in cut([sizes[at] for at in mine])]
     variables, scale = _variables(call, memory, taken), None
     vectors = [tf.reshape(tf.cast(tensor, tf.float32), [-1]) for tensor in taken.values()]
-    # What is remembered is of gradients that are not scaled: scales change between steps.
+    # Residuals are those of unscaled gradients, as scales change between steps.
     if call.sources is not None and (scale := memory.scale()) is not None:
         vectors = [values / scale for values in vectors]
-    # A step as nodes of the graph, where ten steps or more are alike; else one of the engine.
+    # The step becomes graph nodes if at least ten steps are the same; else the engine runs it.
     earlier, graph = _earlier(memory), None
     if None not in taken_names:
         graph = memory.graph_step(
             [{str(taken_names[at]): sizes[at] for at in part} for part in buckets], source.owner,
             choice, variables and [variables[at] for at in mine], earlier.graphs, nodes,
         )  # fmt: skip
-    # What a step begins with, and what its exchange waits for.
+    # What the step starts with, and what its exchange waits for.
     here = memory.nodes.all_are_here(call, vectors)
     ask_tuner = None
     if choice is not None and (graph is None or not graph.rests):
@@ -202,8 +202,8 @@ def exchanged(
         start = here if start is None else start
         if ask_tuner is not None:
             start = ask_tuner if start is None else start + ask_tuner
-        # Of several calls in a graph one after the other, in the order of the trace: a step of the
-        # engine blocks in collectives, to which all ranks have to come in one order.
+        # Several calls in a graph run one after another, in the order of the trace: the engine
+        # blocks in collectives, which all ranks must reach in the same order.
         with after(*earlier.nodes(), start):
             means = _by_engine(call, memory, taken_names, taken, vectors, variables, slots)
     else:
@@ -215,9 +215,9 @@ def exchanged(
         if ask_tuner is not None:
             start += ask_tuner
         elif not taken:
-            start = None  # all travel as in stock Horovod, which waits for nothing
+            start = None  # all are sent as in stock Horovod, which waits for nothing
     if scale is not None:
-        means = [mean * scale for mean in means]  # as the loop expects them, which unscales
+        means = [mean * scale for mean in means]  # the training loop will unscale them
     earlier.means[:] = means
     sent = {
         place: _with_residual(tensor, str(names[place]), memory)
@@ -228,22 +228,22 @@ def exchanged(
 
 
 def _with_residual(tensor: Any, name: str, memory: OptimizerState) -> Any:
-    """Return a gradient that travels plain plus what was not sent of it yet."""
+    """Return a gradient to be sent uncompressed plus its residual."""
     shared = memory.engine.shared
     if not shared.remembers(name):
         return tensor
 
     def release(gradient: Any) -> Any:
-        # Added to NaN, the residual would be lost with the step.
+        # Keep the residual if the gradient has NaN: it would be lost with the step.
         if not shared.remembers(name) or not np.isfinite(gradient).all():
             return np.zeros(gradient.size, np.float32)
         residual = shared.release(name)
-        # The next trace has no node for a residual that is gone.
+        # The next trace needs no node for this residual.
         memory.forget_traces()
         return residual
 
     with tf.device("CPU"):
-        # The residual does not depend on the gradient: Python code is not differentiated.
+        # The residual does not depend on the gradient, and Python functions are not differentiable.
         values = tf.stop_gradient(tf.reshape(tf.cast(tensor, tf.float32), [-1]))
         residual = tf.numpy_function(release, [values], tf.float32)
     return tensor + tf.cast(tf.reshape(residual, tensor.shape), tensor.dtype)
@@ -251,13 +251,13 @@ def _with_residual(tensor: Any, name: str, memory: OptimizerState) -> Any:
 
 @dataclass
 class _Earlier:
-    """What was traced in a graph so far for one memory; means : the last ones."""
+    """What was traced in a graph so far for one memory; means : of the last call."""
 
     means: list[Any]
     graphs: set[GraphStep]
 
     def nodes(self) -> list[Any]:
-        """What the engine's next exchange in the graph has to wait for."""
+        """Return the nodes that the engine's next exchange in the graph must wait for."""
         return [*self.means, *(value for graph in self.graphs for value in graph.remembered())]
 
 
@@ -270,9 +270,9 @@ def _earlier(memory: OptimizerState) -> _Earlier:
 
 
 def _variables(call: Call, memory: OptimizerState, places: Iterable[Any]) -> list[Any] | None:
-    """Variables of a tape's gradients; None where all gradients count as applied.
+    """Return the variables of a tape's gradients; None if all gradients count as applied.
 
-    A tape says nothing of what becomes of its gradients; see `variables.py`.
+    A tape does not tell the outcomes of its gradients; see `variables.py`.
     """
     if not call.sources or memory.accumulates or not memory.settings.feedback:
         return None
@@ -288,7 +288,7 @@ def _digests(variables: Sequence[Any]) -> Any:
 def _choice(
     call: Call, memory: OptimizerState, names: Mapping[Any, str | None], tensors: Mapping[Any, Any]
 ) -> Choice:
-    """Return what AutoCompression chooses for the gradients of a call, while it is traced."""
+    """Return AutoCompression's choice for the gradients of a call being traced."""
     tunable = {}
     for place, tensor in tensors.items():
         name, n = names[place], tensor.shape.num_elements()
@@ -304,8 +304,8 @@ def _choice(
 def _begin(call: Call, memory: OptimizerState, source: Source) -> tuple[Any, Any]:
     """Return a node that starts a step of the engine, and the slots of all variables.
 
-    The node counts sparse gradients and compares parameters when due; None where neither is needed.
-    Slots are [variables] int64, None where names are known.
+    The node counts sparse gradients and compares parameters when due; None if neither is needed.
+    Slots are [variables] int64, or None if names are known.
     """
     compares = source.variables and memory.settings.check_every and not elastic()
     if not (source.handles or source.sparse or compares):
@@ -330,7 +330,7 @@ def _begin(call: Call, memory: OptimizerState, source: Source) -> tuple[Any, Any
         latest[:] = [memory.sameness_of(owner)]
         return slots, latest[0].step()
 
-    call_python = tf.py_function if places else tf.numpy_function  # NumPy has no handles
+    call_python = tf.py_function if places else tf.numpy_function  # the latter takes no handles
     with tf.device("CPU"):
         inputs = [*source.handles.values(), *(tf.size(part) for part in parts)]
         slots, is_due = call_python(begin, inputs, [tf.int64, tf.bool])
@@ -354,7 +354,7 @@ def _by_engine(
     variables: Sequence[Any] | None,
     slots: Any,
 ) -> list[Any]:
-    """Return the means of gradients, [n] float32 each, by one Python function for all."""
+    """Return the means of gradients, [n] float32 each, computed by one Python function for all."""
     if not vectors:
         return []
     places, shapes = list(tensors), [tuple(tensor.shape) for tensor in tensors.values()]
@@ -365,7 +365,7 @@ def _by_engine(
             numbers = next(inputs)
             known_names = [memory.variables.name(int(numbers[place])) for place in places]
         digests = None if variables is None else next(inputs).tolist()
-        means = [np.array(vector) for vector in inputs]  # TensorFlow's own are not to be written to
+        means = [np.array(vector) for vector in inputs]  # copies: TensorFlow's are read-only
         memory.average(known_names, shapes, means, digests, call)
         return means
 
@@ -374,7 +374,7 @@ def _by_engine(
         inputs = [] if slots is None else [slots]
         inputs += [] if variables is None else [_digests(variables)]
         means = tf.numpy_function(average, [*inputs, *vectors], [tf.float32] * len(vectors))
-    # Eagerly, a list of one comes back as the one.
+    # Eagerly, a list of one tensor is returned as a tensor.
     means = means if isinstance(means, list) else [means]
     for mean, vector in zip(means, vectors, strict=True):
         mean.set_shape(vector.shape)
@@ -397,7 +397,7 @@ def _by_graph(
     variables: Sequence[Any] | None,
     nodes: NodeSum | None,
 ) -> tuple[Any, list[Any]]:
-    """Return a node that starts the step, and the means of gradients, without Python."""
+    """Return a node that starts the step, and the means of gradients, as graph nodes."""
     start, check = graph.begin(memory.trace_again)
     if source.variables and memory.settings.check_every:
         start += compared(check, source.variables, call.process_set, memory.count_beside, graph.now)
@@ -406,7 +406,7 @@ def _by_graph(
     if not vectors:
         return start, []
 
-    # Nothing travels before the graph has counted the step, or has found that it has ended.
+    # Nothing is sent before the graph has counted the step, or has failed because it has ended.
     with tf.control_dependencies([start]):
         vectors = list(map(tf.identity, vectors))
     order = [at for part in buckets for at in part]
@@ -432,9 +432,9 @@ def compressed_means(
 ) -> tuple[Any, list[Any], list[Any]]:
     """Return a node that starts the step, means by gradient, and the gradients to send plain.
 
-    A mean is None where a gradient travels plain; that gradient may have a residual added.
+    A mean is None if its gradient is to be sent uncompressed; a residual may have been added to it.
 
-    variables, owner : see Source; variables as Keras has them
+    variables, owner : see Source; variables are Keras's
     """
     memory = memory_of(call.compression)
     _check(call)
@@ -462,7 +462,7 @@ def _of_tape(call: Call, memory: OptimizerState) -> Exchanged:
     """Return the results for a tape's gradients.
 
     Horovod passes one tensor at a time, each in its own branch. Their shared nodes are created
-    once, in the graph around the branches.
+    once, in the graph that contains the branches.
     """
     graph = _graph_of(call)
     known = _made_in(graph)
@@ -473,20 +473,20 @@ def _of_tape(call: Call, memory: OptimizerState) -> Exchanged:
             for place, gradient in enumerate(call.gradients):
                 if gradient is None or hasattr(gradient, "indices"):
                     continue
-                # A tensor that is the gradient of two variables has no memory of its own.
+                # A tensor that is the gradient of two variables has no memory.
                 once = sum(other is gradient for other in call.gradients) == 1
                 tensor = _shaped(gradient, call, place)
                 if _takes(tensor, place if once else None, call, memory):
                     tensors[place] = tensor
             exchange = exchanged(call, memory, _source_of(call, memory), tensors)
-        # With the gradients, as ids are used again.
+        # Keep the gradients alive, so that their ids are not reused.
         known[key] = exchange, call.gradients
     result: Exchanged = known[key][0]
     return result
 
 
 def _source_of(call: Call, memory: OptimizerState) -> Source:
-    """Of a tape's gradients."""
+    """Return the Source of a tape's gradients."""
     sources = call.sources or ()
     handles = {place: v.handle for place, v in enumerate(sources) if isinstance(v, tf.Variable)}
     arguments = passed(sys._getframe(1))
@@ -495,7 +495,7 @@ def _source_of(call: Call, memory: OptimizerState) -> Source:
     if any(
         tf.is_symbolic_tensor(handle) or any(handle is argument for argument in arguments)
         for handle in handles.values()
-    ):  # the trace serves any variables: their handles are its arguments
+    ):  # handles are arguments of the trace, which may be reused for other variables
         return Source(None, handles, None, variables, sparse)
     slots = np.full(len(sources), NO_VARIABLE, np.int64)
     slots[list(handles)] = memory.variables.slots(map(repr, handles.values()))
@@ -505,7 +505,7 @@ def _source_of(call: Call, memory: OptimizerState) -> Source:
 
 
 def _shaped(tensor: Any, call: Call, place: int | None) -> Any:
-    """Return a gradient with its shape, which it has lost if it was made dense from sparse."""
+    """Return a gradient with its static shape, which conversion from sparse to dense loses."""
     tensor = tf.convert_to_tensor(tensor)
     if call.sources and place is not None and tensor.shape.num_elements() is None:
         return tf.ensure_shape(tensor, call.sources[place].shape)
@@ -515,8 +515,7 @@ def _shaped(tensor: Any, call: Call, place: int | None) -> Any:
 def _takes(tensor: Any, place: int | None, call: Call, memory: OptimizerState) -> bool:
     """Whether a gradient of a call is compressed."""
     shared = memory.settings.exchange == "shared"
-    # Where nothing tells which memory is meant, a gather works without; the shared exchange is
-    # nothing but memory.
+    # If the memory cannot be identified, a gather works without; the shared exchange needs it.
     if call.sources is None:
         known = call.name is not None or not shared
     else:
@@ -528,7 +527,7 @@ def _takes(tensor: Any, place: int | None, call: Call, memory: OptimizerState) -
 
 
 def _fits(tensor: Any) -> bool:
-    """Whether a gradient could be compressed, whatever its size."""
+    """Whether a gradient can be compressed, ignoring its size."""
     return tensor.dtype in _FLOATS and tensor.shape.num_elements() is not None
 
 
@@ -542,7 +541,7 @@ def _check(call: Call) -> None:
 
 
 def refuse_xla() -> None:
-    """Raise CompressError where TensorFlow traces for XLA, with what to do about it."""
+    """Raise CompressError if TensorFlow is tracing for XLA."""
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise CompressError(
             "gradients cannot be compressed or reduced by Horovod in a function that XLA compiles "
@@ -552,13 +551,13 @@ def refuse_xla() -> None:
 
 
 def _label(call: Call, place: int | None, tensor: Any) -> str:
-    """A name for a gradient while its step is traced."""
+    """Return a name for a gradient while its step is traced."""
     name = call.name if place == call.place else None
     return name or f"{place}:{tensor.shape}"
 
 
 def _count_plain(tensor: Any, label: str, memory: OptimizerState) -> Any:
-    """Count a tensor that travels plain; returns it, to go on with."""
+    """Count a tensor that is sent uncompressed; return the tensor to use."""
     size, elements = wire_type(tensor).size, tensor.shape.num_elements()
     if elements is not None:
         memory.engine.traffic.fixed(label, elements, elements * size)
@@ -575,20 +574,20 @@ def _count_plain(tensor: Any, label: str, memory: OptimizerState) -> Any:
 
 
 def _reaches_others(call: Call) -> bool:
-    """Whether a tape sends anything: Horovod asks the same, in a branch of the graph."""
+    """Whether a tape sends anything: the condition of Horovod's own tf.cond."""
     sets = call.process_set
     return not call.branch or elastic() or bool(sets.included() and sets.size() > 1)
 
 
 def _graph_of(call: Call) -> Any:
-    """That of a call: Horovod puts every gradient of a tape into a branch of its own."""
+    """Return the graph of a call: Horovod puts every gradient of a tape in a separate branch."""
     graph = tf.compat.v1.get_default_graph()
     inner = call.branch and isinstance(graph, CondBranchFuncGraph)
     return graph.outer_graph if inner else graph
 
 
 def _made_in(graph: Any) -> dict[Any, Any]:
-    """What was made once in a graph, kept with the graph."""
+    """Return the objects created once per graph, stored on the graph."""
     if not hasattr(graph, "_sn_made"):
         graph._sn_made = {}
     return graph._sn_made  # type: ignore[no-any-return]

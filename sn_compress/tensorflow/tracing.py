@@ -1,13 +1,13 @@
-"""Who called `compress` while TensorFlow traced: which gradient, which operation.
+"""The caller of `compress` while TensorFlow traces: gradient, operation, functions being traced.
 
-As in torch/under_horovod/hooks.py, the answer is read from the local variables of Horovod's own
+As in torch/under_horovod/hooks.py, the caller is read from the local variables of Horovod's own
 functions, those of release 0.28.1. Two things differ. AutoGraph rewrites these functions
-("tf__allreduce" for "allreduce") and puts frames of its own between them, so all frames above are
-looked at. And a traced gradient has no name: it is known by its place among the gradients of one
-call, whose variables Horovod's function holds beside them.
+("tf__allreduce" for "allreduce") and puts its own frames between them, so all frames above are
+searched. And a traced gradient has no name: it is identified by its index among the gradients of
+one call, and Horovod's function has their variables as well.
 
-The functions being traced are found among the frames as well: what they have traced is forgotten
-when the next step is to be another graph.
+The functions being traced are found on the stack as well: their traces are discarded when the next
+step needs a different graph.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _as_written = tf.autograph.experimental.do_not_convert
 
 _log = logging.getLogger(__name__)
 _MODULE = "horovod.tensorflow"
-# Where TensorFlow 2.21 traces a function, with the function's arguments among its variables.
+# TensorFlow 2.21 traces functions here; the traced function's arguments are among its locals.
 _TRACER, _TRACER_MODULE = "func_graph_from_py_func", "tensorflow.python.framework.func_graph"
 _REDUCE = ("allreduce", "grouped_allreduce")
-# Ops that change how large a gradient is, not what it is of, as clipping and unscaling do.
+# Ops that scale or cast a gradient, as clipping and unscaling do, but keep what it belongs to.
 _PASSING = frozenset(
     {
         "Cast", "ClipByValue", "DivNoNan", "EnsureShape", "Identity", "IdentityN", "If", "Maximum",
@@ -45,19 +45,19 @@ _SCATTER = ("reducescatter", "grouped_reducescatter")
 
 @dataclass(frozen=True)
 class Call:
-    """One tensor given to `compress`.
+    """One tensor passed to `compress`.
 
     Attributes
     ----------
     compression : the object passed to Horovod as `compression=`
-    name : the name given to hvd.allreduce, or None
+    name : the name passed to hvd.allreduce, or None
     sources, place : the variables of a tape and the gradient's index among them; None for a
-        plain hvd.allreduce, and place is None where one tensor is the gradient of several
-    op, process_set, scale : the operation, who takes part, pre- and postscale factors multiplied
-    ignore_name_scope : what was said to hvd.allreduce
-    gradients : of the tape, all of them, None where there is none, and sparse ones, about which
-        `compress` is never asked; empty for a plain hvd.allreduce
-    branch : whether Horovod put the tensor into a branch of a tf.cond of its own
+        plain hvd.allreduce; place is also None if a tensor is the gradient of several variables
+    op, process_set, scale : the operation, the process set, product of pre- and postscale factors
+    ignore_name_scope : as passed to hvd.allreduce
+    gradients : all gradients of the tape, including None and sparse ones, for which `compress` is
+        not called; empty for a plain hvd.allreduce
+    branch : whether Horovod has put the tensor in a branch of its own tf.cond
     """
 
     compression: Any
@@ -72,7 +72,7 @@ class Call:
     branch: bool = False
 
     def factor(self) -> float:
-        """From the mean to what was asked for; an elastic run changes the number of ranks."""
+        """Return result / mean; an elastic run changes the number of ranks."""
         return float(self.scale * (self.process_set.size() if self.op == hvd.Sum else 1))
 
 
@@ -107,8 +107,8 @@ def find_call(frame: FrameType | None, tensor: Any) -> Call:
 
 
 def functions_of(frame: FrameType | None) -> list[Any]:
-    """Return every tf.function that is being traced in this stack, the innermost first."""
-    # All: an outer function holds the graph of an inner one, and would run what it has traced.
+    """Return every tf.function being traced on this stack, the innermost first."""
+    # All of them: an outer function contains the graph of an inner one, and would run the old one.
     functions: list[Any] = []
     while frame is not None:
         owner = frame.f_locals.get("self")
@@ -122,7 +122,7 @@ def functions_of(frame: FrameType | None) -> list[Any]:
 
 @cache
 def warn_of_engine_once() -> None:
-    """Say that steps cannot be nodes of a graph."""
+    """Warn that steps cannot be nodes of a graph."""
     _log.warning(
         "no tf.function that is being traced was found in TensorFlow %s: gradients are compressed "
         "by a Python function in the graph, which is slower",
@@ -131,9 +131,9 @@ def warn_of_engine_once() -> None:
 
 
 def passed(frame: FrameType | None) -> list[Any]:
-    """Return the handles of variables that are arguments of a function that is being traced.
+    """Return the handles of variables that are arguments of a function being traced.
 
-    Such a trace serves any variables of the same shapes, though it shows those of the first call.
+    Such a trace is reused for any variables of the same shapes, though it shows the first call's.
     """
     handles = []
     while frame is not None:
@@ -152,13 +152,13 @@ def passed(frame: FrameType | None) -> list[Any]:
 
 
 def forget(function: Any) -> None:
-    """Let a tf.function trace again when it is called next; TensorFlow itself offers no way."""
-    # A function that has made variables in its first trace has a second one without them.
+    """Make a tf.function retrace at its next call; TensorFlow has no API for that."""
+    # A function that creates variables in its first trace has a second trace that does not.
     try:
         for traced in (function._variable_creation_config, function._no_variable_creation_config):
             if traced is not None:
                 traced.function_cache.clear()
-        # Traced again on purpose, it is none that TensorFlow has to warn about.
+        # Retracing is intended, so TensorFlow must not warn about it.
         tracings = polymorphic_function._frequent_tracing_detector_manager
         with tracings._lock:
             tracings._detectors.pop(function._key_for_call_stats, None)
@@ -171,9 +171,9 @@ def forget(function: Any) -> None:
 
 
 def was_reduced(gradient: Any) -> bool:
-    """Whether a gradient is of Horovod's collectives, clipped, unscaled or chosen since.
+    """Whether a gradient is a result of Horovod's collectives, perhaps clipped or unscaled since.
 
-    False where that cannot be seen: eagerly, and for arguments of a function.
+    False if that cannot be determined: eagerly, and for arguments of a function.
     """
     waiting = [gradient] if tf.is_symbolic_tensor(gradient) else []
     seen: set[int] = set()
@@ -185,19 +185,19 @@ def was_reduced(gradient: Any) -> bool:
         seen.add(id(operation))
         if operation.type.startswith("Horovod") or _reduces_in_branch(operation):
             return True
-        if operation.type == "Placeholder":  # of a branch, perhaps
+        if operation.type == "Placeholder":  # perhaps a captured input of a branch
             captures = getattr(operation.graph, "captures", ())
             outer = [outside for outside, inside in captures if inside is tensor]
             waiting += [outside for outside in outer if tf.is_symbolic_tensor(outside)]
         elif operation.type in _PASSING:
-            # Not the factors: a norm over all ranks may clip a gradient of this one.
+            # Not scalar factors: a norm over all ranks may clip a gradient of this rank.
             n = tensor.shape.num_elements()
             waiting += [value for value in operation.inputs if value.shape.num_elements() == n != 1]
     return False
 
 
 def _reduces_in_branch(operation: Any) -> bool:
-    """Whether it is a condition of Horovod's around a collective, as a tape has for each tensor."""
+    """Whether this is Horovod's tf.cond around a collective, as a tape has for each tensor."""
     if operation.type not in ("If", "StatelessIf"):
         return False
     branch = operation.graph._get_function(operation.get_attr("then_branch").name)
@@ -208,7 +208,7 @@ def _reduces_in_branch(operation: Any) -> bool:
 def _horovod_frames(frame: FrameType | None) -> Iterator[tuple[str, dict[str, Any]]]:
     while frame is not None:
         if frame.f_globals.get("__name__") == _MODULE:
-            # AutoGraph puts this in front of the name of a function that it has rewritten.
+            # AutoGraph adds this prefix to the names of functions that it has rewritten.
             yield frame.f_code.co_name.removeprefix("tf__"), frame.f_locals
         frame = frame.f_back
 
@@ -239,7 +239,7 @@ def _only(tensors: Sequence[Any], tensor: Any) -> int | None:
 
 @dataclass(frozen=True)
 class Cast:
-    """A tensor that went uncompressed in a type Horovod can reduce."""
+    """A tensor sent uncompressed, in a dtype that Horovod can reduce."""
 
     dtype: tf.DType
 
@@ -249,12 +249,12 @@ class Cast:
 
 
 def wire_type(tensor: Any) -> Any:
-    """As what a tensor that is not compressed travels: Horovod reduces no bfloat16."""
+    """Return the dtype in which an uncompressed tensor is sent: Horovod cannot reduce bfloat16."""
     return tf.float32 if tensor.dtype == tf.bfloat16 else tensor.dtype
 
 
 class Plain:
-    """A compression of Horovod's that only makes a type of what Horovod cannot reduce: bfloat16."""
+    """A Horovod compression that only casts bfloat16, which Horovod cannot reduce."""
 
     @staticmethod
     @_as_written

@@ -1,11 +1,10 @@
-"""Variables: those of graphs, and a user's, by which gradients are kept and ranks compared.
+"""Identification of users' variables, variables inside graphs, and outcomes of gradients.
 
-What became of exchanged gradients: applied, or dropped.
-
-TensorFlow announces no steps of optimizers. But a variable whose gradient was applied is another
-one at its next exchange; where it is the same, bit by bit, nobody applied the gradient, and what
-compression left out of it must not be sent later. A variable that was never seen to change is
-unknown, as where a loop only looks at gradients: its gradients count as applied.
+The outcome of an exchanged gradient is applied or dropped. TensorFlow has no hooks for optimizer
+steps. But a variable whose gradient was applied has changed by its next exchange; if it is
+bit-identical, the gradient was not applied, and its residual must not be sent later. For a variable
+that was never seen to change, e.g. in a loop that only inspects gradients, the outcome is unknown:
+its gradients count as applied.
 """
 
 from __future__ import annotations
@@ -21,20 +20,21 @@ from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 from ..engine.transaction import Outcome
 from ..errors import CompressError
 
-# Equal names are numbered by what a process has created so far: "dense_4" on one rank may be
-# "dense_7" on another.
+# TensorFlow numbers equal names by what the process has created so far: "dense_4" on one rank may
+# be "dense_7" on another.
 _NUMBERED = re.compile(r"(.*?)(?:_(\d+))?\Z", re.DOTALL)
 
 
 def relative_names(names: Sequence[str]) -> list[str]:
-    """Each name with "_4" as "#2" if two of its kind here have lower numbers, part by part."""
+    """Renumber each part of the names: "_4" becomes "#2" if two of its kind have lower numbers."""
     parts = [[_NUMBERED.match(part) for part in name.split("/")] for name in names]
     numbers: dict[str, set[int]] = {}
     for match in (match for pieces in parts for match in pieces if match):
         numbers.setdefault(match[1], set()).add(int(match[2] or 0))
-    order = {kind: sorted(those) for kind, those in numbers.items()}
+    order = {kind: sorted(of_kind) for kind, of_kind in numbers.items()}
     return [
-        "/".join(f"{m[1]}#{order[m[1]].index(int(m[2] or 0))}" for m in of if m) for of in parts
+        "/".join(f"{m[1]}#{order[m[1]].index(int(m[2] or 0))}" for m in pieces if m)
+        for pieces in parts
     ]
 
 
@@ -43,25 +43,25 @@ _HANDLE = re.compile(r'ResourceHandle\(name="([^"]+)"')
 
 
 def variable(value: Any) -> Any:
-    """A variable made in any trace: tf.function lets tf.Variable be made in its first only."""
+    """Create a variable in any trace: tf.function allows tf.Variable only in its first one."""
     with tf.init_scope():
         return ResourceVariable(value, trainable=False)
 
 
 class Variables:
-    """Those whose gradients were exchanged, by slots: numbers in order of their first exchange.
+    """Variables whose gradients were exchanged, by slot: numbered in order of first exchange.
 
-    In the text of a handle is a name such as "kernel/12", whose second part is TensorFlow's count
-    of all variables of the process.
+    The text of a handle contains a name such as "kernel/12", where 12 is TensorFlow's count of all
+    variables in the process.
     """
 
     def __init__(self) -> None:
         self._slot_of: dict[str, int] = {}
         self._names: list[str] = []
-        self._saved: dict[int, str] = {}  # names in a memory that was loaded, by slots
+        self._saved: dict[int, str] = {}  # names in a loaded memory, by slot
 
     def slots(self, handles: Iterable[str]) -> list[int]:
-        """Those of variables, by the texts of their handles."""
+        """Return the slots of variables, given the texts of their handles."""
         slots = []
         for handle in handles:
             match = _HANDLE.search(handle)
@@ -80,10 +80,10 @@ class Variables:
         return slots
 
     def expect(self, names: Collection[str]) -> None:
-        """Take the names of a memory that is loaded.
+        """Check the names in a memory to be loaded, and remember them.
 
-        Raises CompressError if a variable has another one; where that is not known yet, its first
-        exchange does.
+        Raises CompressError if a variable has another name; for variables not known yet, their
+        first exchange raises it.
         """
         pairs = [name.partition(":") for name in names]
         saved = {
@@ -94,12 +94,12 @@ class Variables:
         self._saved = saved
 
     def knows(self, handle: str) -> bool:
-        """Whether gradients of a variable of this handle were exchanged."""
+        """Whether gradients of the variable with this handle were exchanged."""
         match = _HANDLE.search(handle)
         return match is not None and match[1] in self._slot_of
 
     def name(self, slot: int) -> str | None:
-        """What the memory of a variable is kept under: "0:kernel" for the first one."""
+        """Return the key of a variable's memory, such as "0:kernel" for the first one."""
         return None if slot == NO_VARIABLE else self._names[slot]
 
 
@@ -113,7 +113,7 @@ def _check_saved(saved: Mapping[int, str], slot: int, name: str) -> None:
 
 
 def fingerprint_of_variables(variables: Sequence[Any]) -> list[tuple[str, str]]:
-    """Their names, shapes and types, in order."""
+    """Return names, shapes and dtypes of variables, in order."""
     paths = [str(getattr(v, "path", None) or getattr(v, "name", "")) for v in variables]
     names = relative_names([path.partition(":")[0] for path in paths])
     return [
@@ -123,41 +123,41 @@ def fingerprint_of_variables(variables: Sequence[Any]) -> list[tuple[str, str]]:
 
 
 def as_variables(sources: Sequence[Any]) -> list[Any]:
-    """Those of TensorFlow among what a tape or Keras calls variables."""
+    """Return the TensorFlow variables among the variables of a tape or Keras."""
     variables = [v if isinstance(v, tf.Variable) else getattr(v, "value", None) for v in sources]
     return [v for v in variables if isinstance(v, tf.Variable)]
 
 
-# Digest of a variable at its last exchange, None before the first, or where what became of that is
-# known; whether it was seen to change.
+# Digest of a variable at its last exchange (None before the first, or if the outcome is already
+# known), and whether it was ever seen to change.
 Mark = tuple[int | None, bool]
 _NEVER, _EXCHANGED, _CHANGES = np.arange(3)  # int64
 
 
 def digest_of(value: Any) -> Any:
-    """Digest of all bits of a variable, [] int64."""
-    # Not a copy of the variable: that would be a third copy of the model (decision 88).
-    with tf.device("CPU"):  # there is no other kernel
+    """Return a digest of all bits of a variable, [] int64."""
+    # Rather than a copy of the variable, which would be a third copy of the model (decision 88).
+    with tf.device("CPU"):  # the op has no GPU kernel
         return tf.reshape(tf.bitcast(tf.fingerprint(tf.reshape(value, [1, -1])), tf.int64), [])
 
 
 class EngineOutcomes:
-    """Those that the engine is told of; see engine.transaction.Outcomes."""
+    """Outcomes for steps of the engine; see engine.transaction.Outcomes."""
 
     def __init__(self) -> None:
         self.marks: dict[str, Mark] = {}
         self._now: dict[str, Outcome] = {}
 
     def note(self, names: Sequence[str], digests: Sequence[int] | None) -> bool:
-        """Before the next gradients of tensors: whether any of the last ones were dropped.
+        """Called before tensors' next exchange; return whether any last gradient was dropped.
 
-        digests : of their variables; None where all count as applied
+        digests : of their variables; None if all count as applied
         """
         self._now = dict.fromkeys(names, "applied")
         if digests is not None:
             for name, digest in zip(names, digests, strict=True):
                 before, changes = self.marks.get(name, (None, False))
-                # One that was never seen to change may not be trained at all.
+                # A variable never seen to change may not be trained at all.
                 if changes and before == digest:
                     self._now[name] = "dropped"
                 seen = before is not None and before != digest
@@ -165,13 +165,13 @@ class EngineOutcomes:
         return "dropped" in self._now.values()
 
     def unseen(self, names: Iterable[str]) -> None:
-        """Count the last gradients of tensors as applied: means of zeros change no variable."""
+        """Count tensors' last gradients as applied: zero means do not change variables."""
         for name in names:
             if name in self.marks:
                 self.marks[name] = None, self.marks[name][1]
 
     def sent(self, names: Iterable[str]) -> None:
-        """Called by the engine: from here on nobody knows."""
+        """Called by the engine: outcomes are unknown from here on."""
         self._now = {}
 
     def of(self, name: str) -> Outcome:
@@ -180,7 +180,7 @@ class EngineOutcomes:
 
 
 class GraphOutcomes:
-    """As nodes of a graph, for tensors in one order."""
+    """Outcomes as nodes of a graph, for a fixed list of tensors."""
 
     def __init__(self, marks: Sequence[Mark]) -> None:
         self._digests = variable(np.array([digest or 0 for digest, _ in marks], np.int64))
@@ -191,9 +191,9 @@ class GraphOutcomes:
         self._states = variable(np.array(states, np.int64))
 
     def dropped(self, digests: Any) -> Any:
-        """Whether the last gradient of each tensor was dropped, [tensors] bool.
+        """Return whether the last gradient of each tensor was dropped, [tensors] bool.
 
-        Called once a step, with the digests of the variables, [tensors] int64.
+        Called once per step, with the digests of the variables, [tensors] int64.
         """
         before, states = self._digests.read_value(), self._states.read_value()
         changed = digests != before
@@ -203,12 +203,12 @@ class GraphOutcomes:
         return (states == _CHANGES) & ~changed
 
     def unseen(self, zeros: Any) -> None:
-        """Count as applied the gradients whose means are zeros, [tensors] bool, as above."""
+        """Count gradients as applied where the mean is zero, [tensors] bool; see EngineOutcomes."""
         digests, changes = self._digests.read_value(), self._states.read_value() == _CHANGES
-        # Another digest, so that it will be a change.
+        # Change the digest, so that the variable counts as changed.
         self._digests.assign(tf.where(zeros & changes, tf.bitwise.invert(digests), digests))
 
     def marks(self) -> list[Mark]:
-        """As of now."""
+        """Return the current marks."""
         pairs = zip(self._digests.numpy().tolist(), self._states.numpy().tolist(), strict=True)
         return [(None if state == _NEVER else digest, state == _CHANGES) for digest, state in pairs]

@@ -1,7 +1,7 @@
-"""The rims of torch: tensors in, tensors out, one file for one seam (Horovod, DDP, FSDP2, gossip).
+"""Torch rims, one file per integration point: Horovod, DDP, FSDP2, gossip.
 
-May import torch, Horovod's torch and all of the core; no other room, and nothing imports it. This
-file loads none of them: what needs Horovod is imported by who has it.
+May import torch, horovod.torch and all of the core, but no other package; nothing imports it. This
+file loads none of them, so that Horovod is needed only by those who import its modules.
 """
 
 from ..errors import need

@@ -3,17 +3,18 @@
     state = CompressionState(FFTCompression, named_parameters=model.named_parameters())
     ddp_model.register_comm_hook(state, compression_hook)
 
-DDP hands the hook a bucket: the gradients of some parameters in one flat tensor. The engine knows
-each parameter by name, as DDP makes new buckets after the first step. Of each bucket
+DDP passes the hook a bucket: the gradients of some parameters in one flat tensor. The engine
+identifies each parameter by name, because DDP rebuilds its buckets after the first step. For each
+bucket
 
-1. what travels plain is all-reduced together, at once where it is all of the bucket;
-2. what is compressed travels in the collectives that the engine asks for: one all-gather of
-   payloads with FFTCompression, all-reduces of words, of several buckets at once, with
-   LowRankCompression;
-3. the mean is written into the bucket, after the last bucket.
+1. uncompressed gradients are all-reduced together, without a copy if they fill the bucket;
+2. compressed gradients travel in the collectives that the engine requests: one all-gather of
+   payloads with FFTCompression; with LowRankCompression all-reduces of words, shared by several
+   buckets;
+3. the mean is written into the bucket, after the last bucket of the pass.
 
-Every rank reads the same bytes in the same order, so all end with the same bits. All of it runs
-where the tensors are; with the extra [cuda] the payloads of FFTCompression are made by kernels.
+Every rank reads the same bytes in the same order, so all end with the same bits. Everything runs on
+the device of the tensors; with the extra [cuda], CUDA kernels encode FFTCompression's payloads.
 """
 # No `from __future__ import annotations`: DDP compares the hook's annotations as objects.
 
@@ -58,28 +59,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _OVER = object()
-_EXCHANGED = object()  # what rounds by nodes yield before they hand out means inside their node
+_EXCHANGED = object()  # yielded by hierarchical rounds before means are gathered inside the node
 
 
 class CompressionState:
-    """What the hook of one DDP model keeps: settings, error memory, counts.
+    """State of the hook of one DDP model: settings, error memory, counts.
 
     Parameters
     ----------
-    compression : of sn_compress, as LowRankCompression, bare or by `using`. How long to wait for
-        other ranks is the process group's matter: wait_s is refused
-    process_group : the group that DDP has, which None takes, too: with the first gradient, so where
-        a state is loaded before, or saved, and DDP has a group of its own, it has to be said
-    named_parameters : of the model, before or after DDP wraps it. Needed by state_dict only.
-    scaler : the GradScaler, if there is one. The memory then follows its scale.
-    find_unused_parameters : as DDP has it. On CUDA tensors it costs one wait for the device a
-        bucket, to keep the memory of parameters that were not used; on the CPU it is always on.
-    warn_after : steps of the optimizer without a call of the hook before UncalledWarning; 0: none
+    compression : a compression class such as LowRankCompression, bare or from `using`. wait_s is
+        refused: the process group's own timeout applies
+    process_group : DDP's process group. None takes it from the model at the first gradient; pass it
+        if DDP has a group of its own and a state is loaded or saved before that
+    named_parameters : of the model, before or after DDP wraps it; only state_dict needs them
+    scaler : the GradScaler, if there is one; the error memory is then rescaled with its scale
+    find_unused_parameters : same as DDP's. On CUDA tensors it costs one device synchronization per
+        bucket, to keep the memory of parameters that were not used; on the CPU it is always on
+    warn_after : optimizer steps without a call of the hook before UncalledWarning; 0: never
 
-    A copy, as copy.deepcopy or pickle of a DDP model makes one, is no state: DDP copies no hook.
+    copy.deepcopy or pickle of a DDP model does not copy this state, since DDP does not copy hooks.
 
-    Raises CompressError for what is none of ours in place of compression or group; in the first
-    backward pass, on every rank, for settings that ranks do not share.
+    Raises CompressError if compression or process_group is of the wrong type; and, in the first
+    backward pass and on every rank, if the ranks' settings differ.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class CompressionState:
             raise CompressError(f"{find_unused_parameters=}; expected True or False")
         self.process_group, self.collectives = process_group, Collectives(process_group)
         self._users_group = process_group
-        # Of this pass, once it is over, where DDP may drop some of them.
+        # Means of this pass, kept until it is over, if DDP may drop some of them.
         self._means: list[tuple[str, torch.Tensor]] | None = None
         self.settings.refuse_wait("torch's DistributedDataParallel")
         self.outcomes = Outcomes()
@@ -113,16 +114,16 @@ class CompressionState:
         self.names = Names(named_parameters)
         self.watch = CallWatch(warn_after, self.names.known, self._step_ended)
         self.model = HookedModel()
-        self._travelled: set[int] = set()  # identities of parameters that were in a bucket
-        self._exchanged = False  # since the last step of an optimizer
-        self._compares = False  # parameters, in this pass
-        self._fingerprint: Fingerprint | None = None  # of the parameters, behind the last step
+        self._travelled: set[int] = set()  # ids of parameters that were in a bucket
+        self._exchanged = False  # whether a pass has ended since the last optimizer step
+        self._compares = False  # whether parameters are compared in this pass
+        self._fingerprint: Fingerprint | None = None  # of the parameters after the last step
         # In the first pass of a static graph: parameters whose buckets have not come yet.
         self._to_come: set[int] = set()
-        self.waiting: list[Any] = []  # buckets whose rounds begin with that of a later one
+        self.waiting: list[Any] = []  # buckets that start together with a later bucket
         self.pending: list[Generator[Any, None, None]] = []  # rounds that have begun
-        self.summing: list[Generator[Any, None, None]] = []  # of those, at the sum of their node
-        self.nodes: NodeGroups | None = None  # where gradients are summed by nodes first
+        self.summing: list[Generator[Any, None, None]] = []  # those still summing inside the node
+        self.nodes: NodeGroups | None = None  # set if gradients are summed within nodes first
         self._knows_nodes = self.settings.hierarchy is None
         self._states = engine_state.NodeStates(engine)
 
@@ -131,16 +132,16 @@ class CompressionState:
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """Number of ranks in the group."""
         return self.collectives.ranks
 
     @property
     def rank(self) -> int:
-        """Its number among them."""
+        """Number of this rank in the group."""
         return self.collectives.rank
 
     def report(self) -> dict[str, float]:
-        """What this rank sent so far, and what the tuner chose; see Compression.report."""
+        """Return what this rank has sent and what the tuner chose; see Compression.report."""
         report = self.engine.report()
         return report if self.nodes is None else report | self.nodes.report(self.traffic.steps)
 
@@ -156,11 +157,12 @@ class CompressionState:
         flats: Sequence[tuple[torch.Tensor, Sequence[BucketSlice]]],
         futures: Sequence[torch.futures.Future[torch.Tensor]] = (),
     ) -> Generator[Any, None, None]:
-        """Average flat tensors in place; futures of them are set in the end.
+        """Average flat tensors in place; set their futures at the end.
 
-        Yields whenever collectives have been started; resuming waits for them. All ranks go
-        through the rounds of all their tensors in the same order. By nodes the first collective is
-        the sum inside the node, and _EXCHANGED is yielded before the node gathers the means.
+        Yields whenever collectives have been started; resuming waits for them. All ranks run the
+        rounds of all their tensors in the same order. In a hierarchical exchange the first
+        collective is the sum within the node, and _EXCHANGED is yielded before the node gathers the
+        means.
         """
         self.agree(flats[0][0])
         sums: list[NodeSum] = []
@@ -172,8 +174,8 @@ class CompressionState:
         for gradients, _ in groups:
             self.engine.begin(gradients)
         if self.nodes is not None:
-            # From here on the ranks are the owners of one number, one of each node, and the
-            # gradients those that this rank owns: the engine sees no others.
+            # From here on the engine sees only one rank of each node, all of the same local number,
+            # and only the gradients that this rank owns.
             collectives = self.nodes.between
             sums = [self.nodes.sum(gradients) for gradients, _ in groups]
             for node_sum in sums:
@@ -194,7 +196,7 @@ class CompressionState:
                 plain.append(collectives.averages(views, packed))
             dense += step.dense
             coded += step.coded
-        # Plain ones first, on every rank: torch matches collectives of ranks by their order alone.
+        # Plain gradients first, on every rank: torch matches collectives by order alone.
         for average in plain:
             next(average)
         if coded:
@@ -202,7 +204,7 @@ class CompressionState:
             results = None
             with suppress(StopIteration):
                 while True:
-                    # Left before each yield: inside, it would hold in whoever resumed this.
+                    # Exited before each yield: otherwise the caller would run under no_grad.
                     with torch.no_grad(), self.engine.seconds.coding():
                         requests = rounds.send(results)  # type: ignore[arg-type]
                     started = [collectives.begin(request) for request in requests]
@@ -216,8 +218,8 @@ class CompressionState:
         for gradient in dense:
             self.engine.learn(str(gradient.name), gradient.values)
         if sums:
-            # The number of rounds differs inside a node. The node's collectives follow, which all
-            # of its ranks start in one order: that of the groups of buckets.
+            # The number of rounds differs between the ranks of a node. The node's collectives come
+            # next; all its ranks start them in the same order, that of the groups of buckets.
             yield _EXCHANGED
             for node_sum in sums:
                 node_sum.gather()
@@ -228,13 +230,13 @@ class CompressionState:
             future.set_result(flat)
 
     def agree(self, like: torch.Tensor) -> None:
-        """CompressError, on every rank, unless all have the same settings and names; asked once.
+        """Raise CompressError on every rank unless settings and names are equal; checked once.
 
-        Before anything that may be an error of one rank only. like : a gradient
+        Called before anything that may fail on a single rank. like : a gradient
         """
         self.watch.called()
         if self._knows_nodes and self.engine.agreed == self.ranks:
-            return  # in each bucket of each step: before a line is made of each parameter
+            return  # called for each bucket of each step: skip the fingerprint of all parameters
         total = partial(self._total, like.device, self.collectives)
         fingerprint = fingerprint_of(self.names.known()) if self.names.complete else []
         if not self._states.saved(self.ranks):
@@ -249,15 +251,15 @@ class CompressionState:
             self._find_nodes(total)
 
     def _find_nodes(self, total: Total) -> None:
-        """See which ranks are on which node; with several of several ranks, go by nodes.
+        """Find out which ranks share a node; exchange hierarchically if several nodes have several.
 
-        A rank is on the node of its host and, under torchrun, of its agent (GROUP_RANK), which
-        tells nodes apart that share a host name.
+        A rank's node is its host and, under torchrun, its agent (GROUP_RANK), which distinguishes
+        nodes that share a host name.
         """
         node = f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}"
         layout = find_layout(total, node, rank=self.rank, ranks=self.ranks)
         if isinstance(layout, NodeLayout):
-            from .nodes import NodeGroups  # a run without nodes loads none of it
+            from .nodes import NodeGroups  # not loaded in runs without nodes
 
             self.nodes = self._states.place = NodeGroups(self.collectives, layout)
             self.nodes.owned_names(self._tensors())
@@ -267,21 +269,21 @@ class CompressionState:
         self._settle()
 
     def _tensors(self) -> list[tuple[str, int]]:
-        """All parameters that are known, in the order in which gradients come."""
+        """All known parameters, in the order in which gradients come."""
         return [(name, parameter.numel()) for parameter, name in reversed(self.names.known())]
 
     def _total(self, device: torch.device, collectives: Collectives, _: str, words: Any) -> Any:
-        """The sum over the ranks of a group, at once."""
+        """Sum over the ranks of a group; blocks."""
         self.traffic.overhead(words.nbytes)
         return collectives.total(words, device)
 
     def begin_pass(self, bucket: dist.GradBucket) -> None:
-        """Start a backward pass; drop what a pass that ended with an error has left."""
+        """Start a backward pass; drop what is left of a pass that ended with an error."""
         first = self.model.find(self, bucket) and self.model.static
         self.process_group = self.collectives.group = self.model.group(self._users_group)
         self._to_come = {id(parameter) for parameter, _ in self._trained()} if first else set()
         self.model.check_join()
-        # Outside of a backward pass DDP calls its hook for ranks that have joined.
+        # DDP calls the hook outside of a backward pass on ranks that have joined.
         self.outcomes.joined = torch._C._current_graph_task_id() < 0
         self.watch.begin_pass()
         self._means = [] if self.model.drops_unused and not self.outcomes.joined else None
@@ -290,35 +292,35 @@ class CompressionState:
         self.summing.clear()
         self.engine.new_step()
         self._compares = self.engine.sameness.step()
-        if self._compares and not self.watch.any_step:  # they are updated by hand
+        if self._compares and not self.watch.any_step:  # parameters are updated by hand
             self._fingerprint = self._digests()
 
     def is_first(self, bucket: dist.GradBucket) -> bool:
-        """Whether a pass begins with a bucket.
+        """Whether a pass begins with this bucket.
 
-        Behind the first pass of a static graph DDP hands all buckets over at once, each as the
-        first of several; there are several where parameters are of more than one type.
+        After the first pass of a static graph DDP passes all buckets at once, each with index 0;
+        there are several if the parameters have more than one dtype.
         """
         return bucket.index() == 0 and not self._to_come.issuperset(map(id, bucket.parameters()))
 
     def is_last(self, bucket: dist.GradBucket) -> bool:
-        """Whether a pass ends with a bucket."""
+        """Whether a pass ends with this bucket."""
         if not self._to_come:
             return bucket.is_last()
         self._to_come.difference_update(map(id, bucket.parameters()))
         return bucket.is_last() or not self._to_come
 
     def end_pass(self, device: torch.device) -> None:
-        """End a pass after its averages; CompressError, on every rank, if parameters differ.
+        """End a pass after its averages; raise CompressError on every rank if parameters differ.
 
-        Compared, in passes that do so, are the parameters after the last optimizer step behind an
-        exchange: they are equal whatever was done to them since, as SAM does. A rank without such a
-        step sends none: in a Join it has no data left.
+        In the passes that compare, the parameters compared are those after the last optimizer step
+        that followed an exchange: these are equal even if something (e.g. SAM) has changed the
+        parameters since. A rank without such a step sends none: in a Join it has no data left.
         """
         self._to_come.clear()
         means, self._means = self._means, None
         if means is not None:
-            # Behind what DDP itself calls when the pass is over: a call that such a call asks for.
+            # Must run after DDP's own end-of-pass callback, so it is queued from within a callback.
             later = Variable._execution_engine.queue_callback
             later(partial(later, partial(self.outcomes.write_unused, means)))
         fingerprint, self._fingerprint, self._exchanged = self._fingerprint, None, True
@@ -346,7 +348,7 @@ class CompressionState:
         return self.names.known() if trained is None else trained
 
     def state_dict(self) -> dict[str, Any]:
-        """The error memory by parameter name, as torch tensors; it differs between ranks.
+        """Return the error memory by parameter name, as torch tensors; it differs between ranks.
 
         Raises CompressError if parameters have no names.
         """
@@ -371,13 +373,13 @@ class CompressionState:
         state: dict[str, Any] | Sequence[dict[str, Any]],
         all_states: Callable[[], Sequence[dict[str, Any]]] | None = None,
     ) -> None:
-        """Take over this rank's state, or the list of all ranks' states, in order of rank.
+        """Load this rank's state, or the list of all ranks' states in rank order.
 
-        From another number of ranks, or other nodes, each takes the mean; for those the list is
-        needed. Nothing changes if a state does not fit.
+        If the number of ranks, or the nodes, have changed, pass the list: every rank then takes the
+        mean. Nothing changes if a state does not fit.
 
-        all_states : returns the list. Called at the first step, if as many ranks are on other
-            nodes now: so that otherwise each rank reads its own state only.
+        all_states : returns the list; called at the first step, and only if the same number of
+            ranks is on other nodes, so that otherwise each rank reads its own state only
         """
         rest = None if all_states is None else lambda: loaded_arrays(all_states())
         self._states.load(
@@ -388,7 +390,7 @@ class CompressionState:
             self._settle()
 
     def start_empty(self) -> None:
-        """Forget all memories, and begin schedules anew; on all ranks."""
+        """Clear all error memories and restart schedules; call it on all ranks."""
         self._states.loaded = []
         engine_state.start_empty(self.engine)
 
@@ -396,7 +398,7 @@ class CompressionState:
         self._states.settle(self._tensors(), ranks=self.ranks, rank=self.rank, **self._checks())
 
     def _checks(self) -> dict[str, Any]:
-        """What loading is told of the parameters."""
+        """Arguments about the parameters for loading a state."""
         named = self.names.known()
         return {
             "check": partial(engine_state.check_names, [name for _, name in named]),
@@ -404,15 +406,15 @@ class CompressionState:
         }
 
 
-@torch.compiler.disable  # of a compiled step with its backward pass: an exchange is no graph
+@torch.compiler.disable  # an exchange cannot be traced, if a step is compiled with its backward
 def compression_hook(
     state: CompressionState, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:  # fmt: skip
     """Average a bucket's gradients over the ranks, compressed; for register_comm_hook.
 
-    The collectives overlap with the backward pass; what follows them runs after its last bucket. In
-    a continuation of the collective's future it would run in one of Gloo's threads: in another
-    order on each rank, and the program may abort at exit while that thread still holds Python.
+    The collectives overlap with the backward pass; what follows them runs after its last bucket. As
+    a continuation of the collective's future it would run in one of Gloo's threads, in a different
+    order on each rank, and the program may abort at exit while that thread still uses Python.
     """
     check_state(state, "compression_hook")
     check_bucket(bucket)
@@ -425,7 +427,7 @@ def compression_hook(
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future(
         devices=[flat.device] if flat.is_cuda else None
     )
-    # An embedding's sparse gradient is alone in its bucket, and travels as without the hook.
+    # An embedding's sparse gradient has a bucket of its own, and travels as without the hook.
     if flat.is_sparse:
         state.pending.append(_sparse_rounds(state, flat, state.parts(bucket)[0].name, future))
         next(state.pending[-1])
@@ -437,25 +439,26 @@ def compression_hook(
                 (part.name, in_shape_of(parameter, part.of(flat)))
                 for part, parameter in zip(parts, bucket.parameters(), strict=True)
             ]
-    # A low-rank step is two all-reduces, whatever its size, so small buckets share them; payloads
-    # start with their own bucket.
+    # A low-rank step takes two all-reduces whatever its size, so small buckets share them; payloads
+    # are sent with their own bucket.
     large = sum(tensor.numel() for _, tensor, _ in state.waiting) >= GROUP
     if state.waiting and (large or last or state.settings.exchange != "shared"):
         group, state.waiting = state.waiting, []
         flats = [(flat, parts) for _, flat, parts in group]
         state.pending.append(state.rounds(flats, [future for future, _, _ in group]))
         summed, state.summing = state.summing, state.pending[-1:] if state.nodes else []
-        for rounds in (state.pending[-1], *summed):  # of those before, the node's sum is there
+        for rounds in (state.pending[-1], *summed):  # for earlier ones the node's sum has arrived
             next(rounds)
     if last:
-        # One round of every group before the next one of any, so that they overlap. By nodes some
-        # are through sooner than on other ranks of the node: none hands out means before all are.
+        # Advance every group by one round before any takes the next, so that they overlap. In a
+        # hierarchical exchange, groups finish earlier or later than on other ranks of the node, so
+        # none gathers its means before all have exchanged.
         state.summing.clear()
-        going, exchanged = state.pending, set[int]()
-        while going:
-            marks = [(rounds, next(rounds, _OVER)) for rounds in going]
+        active, exchanged = state.pending, set[int]()
+        while active:
+            marks = [(rounds, next(rounds, _OVER)) for rounds in active]
             exchanged.update(id(rounds) for rounds, mark in marks if mark is _EXCHANGED)
-            going = [rounds for rounds, mark in marks if mark is None]
+            active = [rounds for rounds, mark in marks if mark is None]
         by_nodes = [rounds for rounds in state.pending if id(rounds) in exchanged]
         state.pending = []
         for rounds in by_nodes:
@@ -472,7 +475,7 @@ def _sparse_rounds(
     name: str,
     future: torch.futures.Future[torch.Tensor],
 ) -> Generator[None, None, None]:
-    flat = flat.div_(state.ranks).coalesce()  # as torch would, before it sends all of it
+    flat = flat.div_(state.ranks).coalesce()  # as torch does before it sends a sparse gradient
     nbytes = sum(part.numel() * part.element_size() for part in (flat.indices(), flat.values()))
     state.traffic.sparse(name, flat.values().numel(), nbytes)
     work = state.collectives.sum(flat)
@@ -482,14 +485,14 @@ def _sparse_rounds(
 
 
 class CopiedState:
-    """What a copy of a DDP model has in the place of its CompressionState: no hook calls it."""
+    """Takes the place of the CompressionState in a copy of a DDP model, which has no hook."""
 
     def __init__(self, compression: type[Compression]) -> None:
         self.compression = compression
 
 
 def check_state(state: Any, where: str) -> None:
-    """Raise CompressError if a hook was given something else in the place of its state."""
+    """Raise CompressError if a hook's state is not a CompressionState."""
     if isinstance(state, CopiedState):
         raise CompressError(
             f"{where} got a copy of a CompressionState, made by copy.deepcopy or pickle, which "
@@ -506,7 +509,7 @@ def check_state(state: Any, where: str) -> None:
 
 
 def check_bucket(bucket: Any) -> None:
-    """Raise CompressError for what a hook is handed by another than DDP's reducer."""
+    """Raise CompressError unless the bucket comes from DDP's reducer."""
     if not isinstance(bucket, dist.GradBucket):
         raise CompressError(
             f"compression_hook got a {type(bucket).__qualname__} as its bucket; expected a "

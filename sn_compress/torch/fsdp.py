@@ -1,18 +1,18 @@
-"""Compressed averages between the replicas of torch's FSDP2, when it shards within a node (HSDP).
+"""Compressed averaging over the replicas of torch's FSDP2 with hybrid sharding (HSDP).
 
     state = compress_replicas(model, LowRankCompression.using(ratio=50), mesh["replicate"])
 
-FSDP2 gives its all-reduce hook one flat tensor a module: the reduce-scattered shards of the
-parameters that have a gradient, one after another, each padded with zeros to the longest rank's
-shard. As one vector that has no low rank, and biases would be compressed with kernels. So each
-shard is cut out again, without its padding, and is a tensor of its own: rows of a matrix are a
-matrix.
+FSDP2 passes its all-reduce hook one flat tensor per module: the reduce-scattered shards of the
+parameters that have a gradient, concatenated, each padded with zeros to the longest shard of any
+rank. As a single vector that has no low rank, and biases would be compressed along with kernels. So
+each shard is sliced out, without its padding, as a separate tensor: the shard of a matrix is some
+of its rows, so a matrix again.
 
-The hook is not told which parameters have a gradient. All have one if the length says so; else
-hooks of the parameters tell, and are checked against the length.
+The hook is not told which parameters have a gradient. If the total length matches, all have one;
+otherwise hooks on the parameters tell, and the result is checked against the length.
 
-Everything else is that of the DDP hook, its state too. FSDP2 keeps the shards' sizes in private
-attributes; they are read in `_Shards` only.
+Everything else, including the state, is that of the DDP hook. FSDP2 keeps the shards' sizes in
+private attributes, which only `_Shards` reads.
 """
 
 from __future__ import annotations
@@ -44,24 +44,24 @@ def compress_replicas(
     """Average the gradients of all FSDP2 modules in `model` over the replicas, compressed.
 
     model : after fully_shard, over one dimension of the mesh
-    compression : of sn_compress, as LowRankCompression, bare or by `using`
+    compression : a compression class such as LowRankCompression, bare or from `using`
     replicas : mesh["replicate"], or the process group of the ranks with the same shards as this one
-    scaler : as CompressionState has it
-    Returns the state: for `report`, `state_dict` and `load_state_dict`. Its names are those of
-    model.named_parameters(), its shapes those of this rank's shards.
+    scaler : as in CompressionState
+    Returns the state, for `report`, `state_dict` and `load_state_dict`, with the names of
+    model.named_parameters() and the shapes of this rank's shards.
 
-    Raises CompressError for a model without FSDP2 modules, one whose all-reduce is torch's own (a
-    mesh of two dimensions) or already has a hook, and for ranks that are no replicas.
+    Raises CompressError for a model without FSDP2 modules, one that torch all-reduces itself (a
+    two-dimensional mesh) or that already has a hook, and for ranks that are not replicas.
     """
     if not isinstance(model, nn.Module):
         raise CompressError(
             f"compress_replicas got a {type(model).__qualname__} as model; expected a module after "
             "fully_shard. Call compress_replicas(model, compression, replicas)."
         )
-    group = _group_of(replicas)
+    replica_group = _group_of(replicas)
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    # Modules sharded together have one group; one whose parameters are in others has none.
-    groups = {id(of): (module, of) for module in modules if (of := param_group(module))}
+    # Modules sharded together share a group; a module has none if all its parameters are in others.
+    groups = {id(group): (module, group) for module in modules if (group := param_group(module))}
     if not groups:
         raise CompressError(
             f"compress_replicas got a {type(model).__qualname__} without a module of FSDP2; "
@@ -72,21 +72,21 @@ def compress_replicas(
         for prefix, module in model.named_modules()
         for name, _ in module.named_parameters(recurse=False)
     }
-    hooked = [(module, _Shards(of, names)) for module, of in groups.values()]
+    hooked = [(module, _Shards(group, names)) for module, group in groups.values()]
     for _, shards in hooked:
-        shards.check(group)
+        shards.check(replica_group)
     named = [pair for _, shards in hooked for pair in shards.named()]
-    state = CompressionState(compression, group, named_parameters=named, scaler=scaler)
+    state = CompressionState(compression, replica_group, named_parameters=named, scaler=scaler)
     for module, shards in hooked:
         shards.watch()
         module.set_all_reduce_hook(_hook(state, shards))
-    # Where FSDP2 would call no all-reduce hook, that could not be found in the hook.
+    # If FSDP2 does not call the all-reduce hook, the hook itself cannot notice.
     model.register_forward_pre_hook(_check_before_pass)
     return state
 
 
 def _check_before_pass(model: nn.Module, _: Any) -> None:
-    """Raise CompressError where FSDP2 would leave replicas to drift apart, in silence."""
+    """Raise CompressError if FSDP2 would silently let the replicas drift apart."""
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
             if module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued:
@@ -109,7 +109,7 @@ def _hook(state: CompressionState, shards: _Shards) -> Callable[[torch.Tensor], 
     def average(flat: torch.Tensor) -> None:
         parts = shards.parts(flat)
         shards.follow(state.outcomes)
-        # A rank with empty shards only has replicas that have none either.
+        # If all shards of a rank are empty, so are those of its replicas.
         if shards.accumulate(flat, parts) and parts:
             for _ in state.rounds([(flat, parts)]):
                 pass
@@ -118,20 +118,20 @@ def _hook(state: CompressionState, shards: _Shards) -> Callable[[torch.Tensor], 
 
 
 class _Shards:
-    """The parameters of one module of FSDP2, of which this rank has a shard each."""
+    """The shards on this rank of the parameters of one FSDP2 module."""
 
     def __init__(self, group: Any, names: dict[tuple[int, str], str]) -> None:
         self._group = group
         owners = [param._module_info for param in group.fsdp_params]
         self._names = [names[id(owner.module), owner.param_name] for owner in owners]
-        # Elements in the flat tensor: those of the longest rank's shard.
+        # Elements in the flat tensor: the size of the longest shard of any rank.
         self._padded = [param.padded_sharded_param_size.numel() for param in group.fsdp_params]
         self._used: set[int] = set()  # with a gradient since the last reduction
         self._watched: dict[int, torch.Tensor] = {}
         self._waiting: dict[str, torch.Tensor] = {}  # reduce-scattered and not yet averaged
 
     def named(self) -> list[tuple[str, torch.Tensor]]:
-        """Name, and a tensor of the shard's shape and type that holds nothing."""
+        """Return each name with a meta tensor of the shard's shape and dtype."""
         params = self._group.fsdp_params
         return [
             (name, torch.empty(param.sharded_size, dtype=param.sharded_param.dtype, device="meta"))
@@ -139,9 +139,9 @@ class _Shards:
         ]
 
     def check(self, replicas: dist.ProcessGroup | None) -> None:
-        """Raise CompressError unless torch leaves the average over these replicas to a hook."""
+        """Raise CompressError unless torch leaves averaging over these replicas to a hook."""
         group = self._group
-        # With a mesh of two dimensions FSDP2 calls the hook after an all-reduce of its own.
+        # With a two-dimensional mesh FSDP2 calls the hook after its own all-reduce.
         if getattr(group.mesh_info, "replicate_mesh_size", 1) > 1:
             raise CompressError(
                 "fully_shard got a mesh with replicas, over which it averages itself; expected one "
@@ -152,9 +152,9 @@ class _Shards:
                 f"the module of {self._names[0]!r} has an all-reduce hook already; expected none. "
                 "Call compress_replicas once."
             )
-        ours = set(dist.get_process_group_ranks(replicas))
-        shards = set(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
-        if both := sorted((ours & shards) - {dist.get_rank()}):
+        replica_ranks = set(dist.get_process_group_ranks(replicas))
+        shard_ranks = set(dist.get_process_group_ranks(group.mesh_info.shard_process_group))
+        if both := sorted((replica_ranks & shard_ranks) - {dist.get_rank()}):
             raise CompressError(
                 f"ranks {both} are in `replicas` and hold other shards of {self._names[0]!r}; "
                 "expected ranks with the same shards. Pass the dimension of the mesh that "
@@ -162,7 +162,7 @@ class _Shards:
             )
 
     def watch(self) -> None:
-        """Track from now on which parameters get gradients; they exist since the first forward."""
+        """Start tracking which parameters get gradients; they exist from the first forward on."""
         for module in self._group.modules:
             module.register_forward_pre_hook(self._watch)
 
@@ -177,7 +177,7 @@ class _Shards:
         self._used.add(place)
 
     def parts(self, flat: torch.Tensor) -> list[BucketSlice]:
-        """Return the slices of the shards in a flat tensor, without empty ones."""
+        """Return the slices of the non-empty shards in a flat tensor."""
         used, all_places = sorted(self._used), list(range(len(self._padded)))
         self._used.clear()
         places = all_places if sum(self._padded) == flat.numel() else used
@@ -197,24 +197,24 @@ class _Shards:
         return slices
 
     def follow(self, outcomes: Outcomes) -> None:
-        """Before a pass's first exchange, check what became of the last pass's gradients.
+        """Before a pass's first exchange, check the outcomes of the last pass's gradients.
 
-        No sooner: FSDP2 adds to the shards' gradients only after the exchange.
+        This is early enough, as FSDP2 adds to the shards' gradients only after the exchange.
         """
         for name, param in zip(self._names, self._group.fsdp_params, strict=True):
             outcomes.follow(name, param.sharded_param)
         outcomes.reached()
 
     def accumulate(self, flat: torch.Tensor, parts: list[BucketSlice]) -> bool:
-        """Add what waits to gradients; return whether to average them now.
+        """Add gradients deferred by earlier passes; return whether to average now.
 
-        With set_requires_all_reduce(False) they wait for a later pass. FSDP2 adds what it gets back
-        to the gradients, so until then it gets zeros.
+        With set_requires_all_reduce(False) gradients are deferred to a later pass. FSDP2 adds what
+        it gets back to `.grad`, so until then it gets zeros.
         """
         for part in parts:
             if part.name in self._waiting:
                 part.of(flat).add_(self._waiting.pop(part.name))
-        # FSDP2 heeds this for its own all-reduce alone, and calls the hook in any case.
+        # FSDP2 checks this only for its own all-reduce, and calls the hook in any case.
         if self._group.all_reduce_grads:
             return True
         self._waiting.update((part.name, part.of(flat).clone()) for part in parts)

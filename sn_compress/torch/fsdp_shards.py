@@ -1,20 +1,21 @@
-"""FSDP2's own collectives in fewer bytes: gradients in 4, 8 or 16 bits, parameters in blocks of 8.
+"""FSDP2's own collectives in fewer bytes: gradients in 4, 8 or 16 bits, parameters in 8.
 
     shards = compress_shards(model)                 # after the last fully_shard
-    shards.report()                                 # bytes sent, and what torch would have sent
+    shards.report()                                 # bytes sent, and how many times fewer
 
-FSDP2 gathers a module's parameters before it runs, and scatters sums of its gradients behind it;
-with torch 2.13 both can be replaced (`set_custom_all_gather`, `set_custom_reduce_scatter`). Blocks
-of values have a scale each, their largest magnitude, as in ZeRO++ (Wang et al. 2023, arXiv
-2306.10209, sections 3.1 and 3.3). Gradients may also be floats, bf16 or fp8 (`ops/casts.py`).
+FSDP2 all-gathers a module's parameters before it runs, and reduce-scatters its gradients
+afterwards; from torch 2.13 on both can be replaced (`set_custom_all_gather`,
+`set_custom_reduce_scatter`). Each block of values has a scale, its largest magnitude, as in ZeRO++
+(Wang et al. 2023, arXiv 2306.10209, sections 3.1 and 3.3). Gradients may also be sent as floats,
+bf16 or fp8 (`ops/casts.py`).
 
-*Gradients* are handed to the rank that owns the shard, in one all-to-all, and summed there in
-float32, the owner's own as they are. They are rounded at random, so that the expected gradient is
-the exact one; nothing is remembered. What was left out of a whole gradient would have to be kept by
-every rank, which is what sharding saves (docs/decisions/0099).
+*Gradients* are sent to the rank that owns the shard, in one all-to-all, and summed there in
+float32; the owner's own part is exact. Rounding is stochastic, so the expected gradient is the
+exact one; there is no error feedback, because every rank would have to keep residuals of the full
+gradient, the very memory that sharding saves (docs/decisions/0099).
 
-*Parameters* are rounded to nearest where they are gathered. The shards that the optimizer updates
-keep all bits; all ranks, the owner too, compute with the rounded values.
+*Parameters* are rounded to nearest when they are gathered. The shards that the optimizer updates
+keep full precision; all ranks, including the owner, compute with the rounded values.
 """
 
 from __future__ import annotations
@@ -35,15 +36,15 @@ from .fsdp import param_group
 from .process_group import all_gather, reduce_scatter
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-_BLOCK = {4: 64, 8: 256}  # elements of a scale: 4.5 and 8.125 bits an element with it
+_BLOCK = {4: 64, 8: 256}  # elements per scale: 4.5 and 8.125 bits per element in total
 _LEVELS = {4: 7, 8: 127}  # on each side of zero
-_MANTISSA = {"bf16": 7, "fp8": 3}  # bits, of 23
-_KEY = 0x9E3779B97F4A7C15  # odd, so that steps and ranks have seeds of their own
+_MANTISSA = {"bf16": 7, "fp8": 3}  # bits kept of float32's 23
+_KEY = 0x9E3779B97F4A7C15  # odd, so that every step and rank has a different seed
 
 
 @dataclass(frozen=True)
 class BlockCodec:
-    """Rows of floats as bytes: a float32 scale a block, and a code an element.
+    """Encodes rows of floats as bytes: a float32 scale per block, and a code per element.
 
     bits : 4 or 8
     """
@@ -51,30 +52,30 @@ class BlockCodec:
     bits: Literal[4, 8]
 
     def nbytes(self, n: int) -> int:
-        """Bytes of a row of n elements."""
+        """Number of bytes of a row of n elements."""
         blocks = math.ceil(n / _BLOCK[self.bits])
         return blocks * (4 + _BLOCK[self.bits] * self.bits // 8)
 
     def encode(self, rows: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-        """[r, n] of floats, n at least 1, as [r, nbytes(n)] uint8.
+        """Encode [r, n] floats, n at least 1, as [r, nbytes(n)] uint8.
 
-        generator : rounds at random with it, the expected value the exact one; None: to nearest
-        A block with NaN or Inf comes back as NaN.
+        generator : for stochastic rounding, which is unbiased; None: round to nearest
+        A block with NaN or Inf is decoded as NaN.
         """
         size, levels = _BLOCK[self.bits], _LEVELS[self.bits]
         count, n = rows.shape
         blocks = nn.functional.pad(rows.float(), (0, -n % size)).view(count, -(-n // size), size)
         scales = blocks.abs().amax(2, keepdim=True) / levels
-        # Zeros have a scale of zero, and are to be codes of zero.
+        # A block of zeros has a scale of zero; its codes must be zero.
         codes = blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)
         if generator is not None:
             noise = torch.rand(
                 codes.shape, generator=generator, dtype=torch.float32, device=codes.device
             )
-            codes = (codes + noise).floor_()  # up as often as what is cut off is of a step
+            codes = (codes + noise).floor_()  # rounds up with the probability of the fraction
         else:
             codes = codes.round_()
-        # Of what is not finite any code will do, as its scale is not finite.
+        # For non-finite values any code will do, as their scale is not finite.
         codes = codes.nan_to_num_(0.0).clamp_(-levels, levels).to(torch.int8)
         packed = codes.view(torch.uint8)
         if self.bits == 4:
@@ -82,25 +83,25 @@ class BlockCodec:
         return torch.cat([scales.view(torch.uint8), packed], 2).view(count, self.nbytes(n))
 
     def decode(self, words: torch.Tensor, n: int) -> torch.Tensor:
-        """What `encode` made as [r, n] float32."""
+        """Decode the result of `encode` to [r, n] float32."""
         size = _BLOCK[self.bits]
         blocks = words.view(words.shape[0], -(-n // size), 4 + size * self.bits // 8)
         scales = blocks[..., :4].contiguous().view(torch.float32)
         packed = blocks[..., 4:]
         if self.bits == 4:
-            # Shifted up and down again as signed numbers, which carries the sign along.
+            # Shift left, then right as signed numbers, to extend the sign.
             low = (packed << 4).view(torch.int8) >> 4
             packed = torch.stack([low, packed.contiguous().view(torch.int8) >> 4], 3).flatten(2)
         else:
             packed = packed.contiguous().view(torch.int8)
-        # Zero times a scale that is not finite is NaN.
+        # Zero times a non-finite scale is NaN.
         values = packed.to(torch.float32) * scales
         return values.view(words.shape[0], values.shape[1] * size)[:, :n]
 
 
 @dataclass(frozen=True)
 class FloatCodec:
-    """Rows of floats as smaller floats, see `ops.casts`; called as a BlockCodec is.
+    """Encodes rows of floats as smaller floats, see `ops.casts`; same interface as BlockCodec.
 
     dtype : "bf16" or "fp8"
     """
@@ -108,16 +109,16 @@ class FloatCodec:
     dtype: Literal["bf16", "fp8"]
 
     def nbytes(self, n: int) -> int:
-        """Bytes of a row of n elements."""
+        """Number of bytes of a row of n elements."""
         cast = Cast(self.dtype)
         return cast.nbytes(cast.padded(n))
 
     def encode(self, rows: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-        """[r, n] of floats as [r, nbytes(n)] uint8, rounded at random; Inf is NaN in fp8."""
+        """Encode [r, n] floats as [r, nbytes(n)] uint8, rounded stochastically; fp8: Inf to NaN."""
         cast, (count, n) = Cast(self.dtype), rows.shape
         padded = nn.functional.pad(rows.float(), (0, cast.padded(n) - n))
-        # Noise below the bits that stay, and a cut: up as often as what is cut is of a step. A
-        # scale is a power of two, so that these are also the bits that stay of a block of fp8.
+        # Stochastic rounding: add noise below the bits kept, then truncate. Scales are powers of
+        # two, so an fp8 block keeps the same mantissa bits.
         step = 1 << 23 - _MANTISSA[self.dtype]
         noise = torch.randint(
             step, padded.shape, generator=generator, device=rows.device, dtype=torch.int32
@@ -127,12 +128,12 @@ class FloatCodec:
         return cast.encode(values.view(-1)).view(count, self.nbytes(n))
 
     def decode(self, words: torch.Tensor, n: int) -> torch.Tensor:
-        """What `encode` made as [r, n] float32."""
+        """Decode the result of `encode` to [r, n] float32."""
         return Cast(self.dtype).decode(words.reshape(-1)).view(words.shape[0], -1)[:, :n].float()
 
 
 class _Comm:
-    """What FSDP2 calls in the place of a collective of its own."""
+    """Base of the collectives that FSDP2 calls instead of its own."""
 
     def __init__(self, shards: CompressedShards) -> None:
         self._shards = shards
@@ -157,7 +158,7 @@ class _ReduceScatter(_Comm):
         op: Any,
         async_op: bool = False,
     ) -> Any:
-        """Write the sum, or mean, of the ranks' input [ranks * n] to output [n]; for FSDP2."""
+        """Write the sum, or mean, of the ranks' inputs [ranks * n] to output [n]; for FSDP2."""
         shards, n, ranks = self._shards, output_tensor.numel(), group.size()
         if not shards.takes(output_tensor) or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             nbytes = (ranks - 1) * n * input_tensor.element_size()
@@ -170,7 +171,7 @@ class _ReduceScatter(_Comm):
         received = torch.empty_like(words)
         dist.all_to_all_single(received, words, group=group)
         rank_here = group.rank()
-        # In order of the ranks: the same bits however the collective ran.
+        # In rank order: the same bits however the collective ran.
         total = torch.zeros(n, dtype=torch.float32, device=rows.device)
         for rank, row in enumerate(received):
             total += rows[rank_here] if rank == rank_here else self._codec.decode(row[None], n)[0]
@@ -192,7 +193,7 @@ class _AllGather(_Comm):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> Any:
-        """Write all ranks' input [n] to output [ranks * n], which contains it; for FSDP2."""
+        """Write all ranks' inputs [n] to output [ranks * n], which contains input; for FSDP2."""
         shards, n, ranks = self._shards, input_tensor.numel(), group.size()
         nbytes = (ranks - 1) * n * input_tensor.element_size()
         if not shards.takes(input_tensor):
@@ -207,9 +208,9 @@ class _AllGather(_Comm):
 
 
 class CompressedShards:
-    """What `compress_shards` keeps of a model: bytes sent, and how often it has drawn numbers.
+    """State of `compress_shards` for a model: bytes sent, and the number of random draws.
 
-    min_elements : of a rank's part of a module below which it travels as it is
+    min_elements : a rank's part of a module below this size is not compressed
     """
 
     def __init__(self, min_elements: int) -> None:
@@ -219,22 +220,22 @@ class CompressedShards:
         self._bytes = {"gradients": [0, 0], "parameters": [0, 0]}
 
     def takes(self, part: torch.Tensor) -> bool:
-        """Whether a rank's part of a module is worth compressing, and can be."""
+        """Whether a rank's part of a module can be compressed and is worth it."""
         return part.dtype in _FLOATS and part.numel() >= self.min_elements
 
     def random(self, device: torch.device) -> torch.Generator:
-        """The generator of the next reduction: its own on each rank, equal in a resumed run."""
+        """Return a generator seeded for the next reduction, per rank; equal in a resumed run."""
         generator = self._generators.setdefault(device, torch.Generator(device))
         self._drawn += 1
         return generator.manual_seed((self._drawn * _KEY + dist.get_rank()) % 2**63)
 
     def count(self, what: str, sent: int, plain: int) -> None:
-        """Count bytes that this rank has sent to others, and would have sent uncompressed."""
+        """Count bytes this rank sent to others, and what it would have sent uncompressed."""
         self._bytes[what][0] += sent
         self._bytes[what][1] += plain
 
     def report(self) -> dict[str, float]:
-        """Bytes that this rank has sent so far, and how many times fewer than uncompressed.
+        """Return the bytes this rank has sent so far, and the ratio to uncompressed.
 
         gradient_bytes, gradient_ratio, parameter_bytes, parameter_ratio
         """
@@ -245,11 +246,11 @@ class CompressedShards:
         return result
 
     def state_dict(self) -> dict[str, int]:
-        """All that a run goes on from bit by bit; the same on all ranks."""
+        """Return what is needed to resume bit by bit; the same on all ranks."""
         return {"drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Take over what state_dict returned, on any number of ranks."""
+        """Load what state_dict returned, on any number of ranks."""
         drawn = state.get("drawn") if isinstance(state, dict) else None
         if not isinstance(drawn, int) or isinstance(drawn, bool) or drawn < 0:
             raise CompressError(
@@ -266,15 +267,15 @@ def compress_shards(
     parameters: Literal[8] | None = 8,
     min_elements: int = 1024,
 ) -> CompressedShards:
-    """Let all FSDP2 modules of a model reduce gradients and gather parameters in fewer bytes.
+    """Make all FSDP2 modules of a model reduce gradients and gather parameters in fewer bytes.
 
     model : after the last fully_shard
-    gradients : bits of an element of a gradient, or the float it becomes; None: as torch sends them
-    parameters : bits of an element of a parameter where a module computes with it; None: all
-    min_elements : of a rank's part of a module below which it travels as it is
-    Returns what has `report`, `state_dict` and `load_state_dict`.
+    gradients : bits per gradient element, or the float type it is cast to; None: uncompressed
+    parameters : bits per parameter element in the gathered parameters; None: uncompressed
+    min_elements : a rank's part of a module below this size is not compressed
+    Returns an object with `report`, `state_dict` and `load_state_dict`.
 
-    Source: ZeRO++ (arXiv 2306.10209), with random rounding in the place of its two-hop sum.
+    Source: ZeRO++ (arXiv 2306.10209), with stochastic rounding instead of its two-hop sum.
 
     Raises CompressError for a model without FSDP2 modules, and for other numbers of bits.
     """

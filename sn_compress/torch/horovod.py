@@ -1,9 +1,10 @@
 """Compression of torch tensors in stock Horovod.
 
 Horovod passes every gradient of an optimizer to `compress` before it waits for any mean. `compress`
-files the gradient in its bucket. A complete bucket starts its collectives, on the device of the
-gradients, into which the means are written. When Horovod waits for the first mean, `in_flight`
-starts buckets that are incomplete, and waits for all. `hooks` has what Horovod gets to wait for.
+adds the gradient to its bucket. A complete bucket starts its collectives on the device of the
+gradients, and the means are written into the gradients. When Horovod waits for the first mean,
+`in_flight` starts the incomplete buckets and waits for all. `hooks` has the handles that Horovod
+waits for.
 """
 
 from __future__ import annotations
@@ -71,8 +72,8 @@ __all__ = [
 _log = logging.getLogger(__name__)
 
 
-# States of plain hvd.allreduce that are kept: a program that makes settings anew for each call
-# would fill memory. The same go on all ranks, which make the same calls.
+# Number of states kept for plain hvd.allreduce: a program that creates new settings for every call
+# would fill memory. All ranks make the same calls, so they evict the same states.
 _MOST_CALLS = 64
 
 
@@ -84,7 +85,7 @@ def compress(tensor: torch.Tensor, settings: Settings, frame: FrameType) -> tupl
 
 
 def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any, Any]:
-    """Return what Horovod is to reduce, or None where we reduce it, and the context of its end."""
+    """Return what Horovod is to reduce (None if we reduce it), and the context for decompress."""
     if caller.optimizer is None:  # an optimizer always passes its op
         op = hvd.mpi_ops.handle_average_backwards_compatibility(caller.op, caller.average)
         caller = replace(caller, op=op)
@@ -98,7 +99,7 @@ def _ask(tensor: torch.Tensor, caller: Caller, settings: Settings) -> tuple[Any,
     else:
         memory = memory_of(caller.optimizer)
     if caller.optimizer is None and tensor.requires_grad and torch.is_grad_enabled():
-        return tensor, None  # a differentiable all-reduce; encoding would cut the graph
+        return tensor, None  # a differentiable all-reduce; encoding would detach the graph
     if caller.opens:
         _open(memory, caller, tensor.device)
     if caller.parameter is not None:
@@ -125,7 +126,7 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     factor = caller.scale * (sets.size() if caller.op == hvd.Sum else 1)
     engine.begin([gradient])
     if memory.nodes.place is not None and tensor.is_floating_point():
-        # Its owner alone sorts it, once it has the node's mean; all ranks count what is dropped.
+        # Its owner alone sorts it, once it has the node's mean; `begin` tracks it on all ranks.
         return None, _filed(gradient, tensor, factor, memory, sets)
     step = engine.sort(
         [gradient], ranks=sets.size(), total=partial(total, memory, sets),
@@ -133,7 +134,7 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
     )  # fmt: skip
     if step.plain:
         chosen = of_optimizer and memory.settings.compresses(gradient.shape)
-        # Groups are the user's own way to fuse; a tuner's plain steps are to be stock Horovod's.
+        # With groups the user fuses explicitly; a tuner must time plain steps as stock Horovod's.
         unfused = not of_optimizer or caller.optimizer._groups is not None or memory.settings.tune
         if gradient.is_float and not (chosen or unfused or memory.uses_placeholders()):
             send, end = partial(send_plain, caller), partial(complete, memory, sets)
@@ -147,7 +148,7 @@ def _send(tensor: torch.Tensor, caller: Caller, memory: OptimizerState) -> tuple
         return wire, PlainHandle(memory, str(name), factor, tensor.dtype)
     if of_optimizer:
         return None, _filed(gradient, tensor, factor, memory, sets)
-    # A compressed hvd.allreduce is a bucket of one, and does not change its input.
+    # A compressed hvd.allreduce is a bucket of one tensor, and leaves its input unchanged.
     copied = replace(gradient, values=flat.clone())
     handle = RoundsHandle(copied, tensor.detach(), factor, memory.pending.complete)
     memory.counts_ranks = False
@@ -168,9 +169,9 @@ def _filed(
 
 
 def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
-    """Begin a step, or a call; drop the exchanges of a failed one.
+    """Begin a step, or a call; drop exchanges left by a failed one.
 
-    Before the first one, and when the number of ranks has changed, all ranks agree.
+    All ranks agree before the first one, and when the number of ranks has changed.
     """
     sets = caller.process_set
     ranks = sets.size()
@@ -194,7 +195,7 @@ def _open(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
 
 
 def _agree(memory: OptimizerState, caller: Caller, device: torch.device) -> None:
-    """Agree with all ranks on the settings of one call, or of all new optimizers."""
+    """Check with all ranks the settings of one call, or of all new optimizers."""
     sets = caller.process_set
     ranks = sets.size()
     memory.engine.traffic.logs = sets.rank() == 0
@@ -222,10 +223,10 @@ def _agree(memory: OptimizerState, caller: Caller, device: torch.device) -> None
 
 
 def _again(memory: OptimizerState, caller: Caller) -> bool:
-    """Whether the optimizer passes gradients again that are the ranks' means already.
+    """Whether the optimizer passes gradients again that are already the ranks' means.
 
     `step()` does so after `synchronize()`, unless inside `skip_synchronize()`. The mean may have
-    been clipped or unscaled since: taken for a gradient, it would get the memory added once more.
+    been clipped or unscaled since; treated as a gradient, the residual would be added twice.
     """
     optimizer = caller.optimizer
     if caller.opens:
@@ -241,7 +242,7 @@ def _again(memory: OptimizerState, caller: Caller) -> bool:
 
 
 def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
-    """Lay buckets out, or check that they still cover all parameters that Horovod reduces."""
+    """Create the buckets, or check that they still cover all parameters that Horovod reduces."""
     reduced, names = optimizer._requires_update, optimizer._parameter_names
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     for parameter in trained:
@@ -255,13 +256,13 @@ def _lay_out(memory: OptimizerState, optimizer: Any) -> None:
     for parameter in reduced:
         memory.outcomes.follow(names[parameter], parameter)
     if memory.buckets is None:
-        # Gradients mostly come in the reverse of this order.
+        # Gradients usually arrive in the reverse of this order.
         ordered = reversed(reduced_parameters(optimizer))
         memory.buckets = Buckets((names[p], p.numel(), p.device) for p in ordered)
     if memory.watch is None:
         named = [(p, names[p]) for p in reduced]
         memory.watch = CallWatch(0, lambda: named, None)
-        memory.watch.begin_step(optimizer)  # which nobody saw, if this is in one
+        memory.watch.begin_step(optimizer)  # if this is inside a step, its beginning was missed
     if memory.submission is None:
         ask, again = partial(_ask, settings=memory.settings), partial(_again, memory)
         memory.submission = GradientHook(
@@ -278,7 +279,7 @@ def _memory_of_calls(settings: Settings, process_set: int) -> OptimizerState:
 
 
 def count_sparse(frame: FrameType) -> None:
-    """Count what this rank has sent of a sparse gradient, which Horovod gathers uncompressed."""
+    """Count what this rank sent for a sparse gradient, which Horovod gathers uncompressed."""
     optimizer, parameter = sparse_gradient(frame)
     gradient = parameter.grad
     parts = gradient._indices(), gradient._values()

@@ -1,8 +1,8 @@
-"""Where gradients lie in a flat tensor, and in which order their elements do.
+"""Layout of gradients in a flat tensor: their positions, and the memory order of their axes.
 
-DDP's buckets hold a gradient as its parameter lies: in channels_last, not in the order of indices.
-What is remembered of it is a vector in that order, which another run need not have. Of a complex
-gradient they hold real and imaginary parts, which are a last axis of two here.
+DDP's buckets hold a gradient in the memory order of its parameter, e.g. channels_last, not in index
+order. Its residual is a vector in that order, which may differ in another run. A complex gradient
+is stored as its real and imaginary parts, in a trailing axis of size 2.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Change = Callable[[Floats], Floats]
 
 @dataclass(frozen=True)
 class BucketSlice:
-    """One parameter's stretch of a flat tensor, and its sizes in the order in which it lies."""
+    """One parameter's slice of a flat tensor; `shape` has the axes in memory order."""
 
     name: str
     start: int
@@ -35,18 +35,18 @@ class BucketSlice:
 
     @property
     def elements(self) -> int:
-        """How many there are."""
+        """Number of elements."""
         return prod(self.shape)
 
     def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """A view of it."""
+        """Return a view of this slice of a flat tensor."""
         return flat[self.start : self.start + self.elements]
 
 
 def parts_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[BucketSlice]:
-    """Return the slices of parameters whose gradients lie one after another, as in DDP's buckets.
+    """Return the slices of parameters whose gradients are concatenated, as in DDP's buckets.
 
-    Shapes have the axes in memory order: a matrix that is stored transposed is one of those rows.
+    Shapes have the axes in memory order: a matrix stored transposed has its transposed shape.
     """
     slices, start = [], 0
     for name, parameter in parameters:
@@ -57,7 +57,7 @@ def parts_of(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[BucketSlice
 
 
 def real_sides(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape and strides of a tensor, of a complex one those of its real and imaginary parts."""
+    """Return shape and strides of a tensor; a complex one is viewed as real, with an axis of 2."""
     shape, strides = tuple(parameter.shape), parameter.stride()
     if not parameter.is_complex():
         return shape, strides
@@ -65,12 +65,12 @@ def real_sides(parameter: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...
 
 
 def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
-    """Return the memory order of axes in DDP's buckets; axes of one element come last.
+    """Return the memory order of axes in DDP's buckets; axes of size 1 come last.
 
-    A dense tensor lies there by its strides, any other one in the order of its indices.
+    A dense tensor is stored there by its strides, any other one in index order.
     """
     axes = range(len(shape))
-    # The stride of an axis of one element may be any number.
+    # The stride of an axis of size 1 may be any number.
     order = sorted(axes, key=lambda axis: (shape[axis] == 1, -strides[axis], axis))
     steps = [prod(shape[axis] for axis in order[at + 1 :]) for at in axes]
     if all(
@@ -80,9 +80,9 @@ def axes_of(shape: Sequence[int], strides: Sequence[int]) -> Axes:
     return sorted(axes, key=lambda axis: (shape[axis] == 1, axis))
 
 
-@lru_cache(maxsize=4096)  # asked for each parameter in each step
+@lru_cache(maxsize=4096)  # called for each parameter in each step
 def shape_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Its sizes in the order in which its axes lie: a plain reshape of its stretch of a bucket.
+    """Return the shape with axes in memory order, to which a bucket's slice can be reshaped.
 
     >>> shape_of((8, 3, 5, 5), (75, 1, 15, 3)), shape_of((64, 32), (1, 64))
     ((8, 5, 5, 3), (32, 64))
@@ -91,7 +91,7 @@ def shape_of(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...
 
 
 def in_shape_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return a parameter's stretch of a bucket in its shape; of a complex one with an axis more."""
+    """View a parameter's slice of a bucket in its shape; with a trailing axis of 2 if complex."""
     shape, strides = real_sides(parameter)
     axes = axes_of(shape, strides)
     return values.view([shape[axis] for axis in axes]).permute(
@@ -100,16 +100,16 @@ def in_shape_of(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def reorder(vector: Floats, shape: Sequence[int], old: Axes, new: Axes) -> Floats:
-    """The [n] elements of a tensor of this shape, which lie as `old` says, as `new` says.
+    """Reorder the [n] elements of a tensor of this shape from memory order `old` to `new`.
 
-    Returns them in the shape in which they lie then; dense.
+    Returns a contiguous array whose axes are in the new order.
     """
-    lies = vector.reshape([shape[axis] for axis in old])
-    return np.ascontiguousarray(lies.transpose(np.argsort(old)).transpose(new))
+    array = vector.reshape([shape[axis] for axis in old])
+    return np.ascontiguousarray(array.transpose(np.argsort(old)).transpose(new))
 
 
 def fingerprint_of(named: Iterable[tuple[torch.Tensor, str]]) -> list[tuple[str, str]]:
-    """What ranks have to have alike of their parameters, in their order."""
+    """Return what must be equal on all ranks about their parameters, in order."""
     return [
         (f"tensor {place}", f"{name!r} {tuple(parameter.shape)} {parameter.dtype}")
         for place, (parameter, name) in enumerate(named)
@@ -117,14 +117,14 @@ def fingerprint_of(named: Iterable[tuple[torch.Tensor, str]]) -> list[tuple[str,
 
 
 def layout_of(named: Iterable[tuple[torch.Tensor, str]]) -> dict[str, Axes]:
-    """How each parameter lies in memory, and so what is remembered of its gradient."""
+    """Return the memory order of each parameter's axes, and so of its residual."""
     return {name: axes_of(*real_sides(parameter)) for parameter, name in named}
 
 
 def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[str, Change]:
-    """Return, for parameters whose layout has changed, the change from the saved order to theirs.
+    """Return a function that converts the saved order, for each parameter whose layout has changed.
 
-    saved : what layout_of returned in the run before; CompressError if it does not fit
+    saved : what layout_of returned in the previous run; CompressError if it does not fit
     """
     changes: dict[str, Change] = {}
     for parameter, name in named:
@@ -142,31 +142,31 @@ def changes_of(named: Iterable[tuple[torch.Tensor, str]], saved: Any) -> dict[st
 
 
 def loaded_arrays(state: Any) -> Any:
-    """A saved state with NumPy arrays in the place of tensors; CompressError unless it is one."""
+    """Convert the tensors of a saved state to NumPy arrays; CompressError if it is not a state."""
     with reading("the saved state"):
-        held(state)  # before anything is copied: a tensor may repeat one element without end
+        held(state)  # before anything is copied: zero strides may hide a huge size
         return registry.map_tree(torch.Tensor, lambda tensor: tensor.cpu().numpy(), state)
 
 
 class Names:
-    """Those of a model's parameters, from named_parameters; or made up, None given, as they come.
+    """Names of a model's parameters, from named_parameters; if None, numbered as they come.
 
-    Raises CompressError for what are no named parameters; see names_given.
+    Raises CompressError if `named` is not valid; see names_given.
     """
 
     def __init__(self, named: Any) -> None:
         self.complete = named is not None
-        # By identity; held, so that no other tensor can get the same one.
+        # By id; holds the tensors, so that ids are not reused.
         self._known: dict[int, tuple[torch.Tensor, str]] = {}
         for parameter, name in names_given(named) if self.complete else ():
             self._known[id(parameter)] = parameter, name
 
     def known(self) -> list[tuple[torch.Tensor, str]]:
-        """All so far, in their order."""
+        """Return all parameters so far, in order."""
         return list(self._known.values())
 
     def of(self, parameter: torch.Tensor) -> str:
-        """Its name; CompressError for one that is not among those given."""
+        """Return a parameter's name; CompressError if it is not in named_parameters."""
         if id(parameter) not in self._known:
             if self.complete:
                 raise CompressError(
@@ -215,7 +215,7 @@ def _listed(named: Any) -> list[Any]:
 
 
 def check_scaler(scaler: Any) -> None:
-    """Raise CompressError for what has no scale that could be followed."""
+    """Raise CompressError for a scaler whose scale cannot be read."""
     if scaler is not None and not callable(getattr(scaler, "get_scale", None)):
         raise CompressError(
             f"got {_kind(scaler)} as scaler; expected the torch.amp.GradScaler of the training, or "

@@ -1,4 +1,4 @@
-"""A process group of torch by nodes: collectives inside them, and the group between them.
+"""Hierarchical process groups of torch: collectives within a node, and between nodes.
 
 See `engine/hierarchy.py`.
 """
@@ -21,13 +21,13 @@ from .process_group import Collectives
 
 
 class NodeGroups(Place):
-    """A group's ranks by nodes: those of this node, and the rank of the same number in each node.
+    """Groups of this node's ranks, and of the ranks with the same local number in each node.
 
     layout : of the ranks of `collectives`; all of them create this at once
 
     Attributes
     ----------
-    inside, between : their collectives
+    inside, between : the collectives of these two groups
     """
 
     def __init__(self, collectives: Collectives, layout: NodeLayout) -> None:
@@ -37,11 +37,11 @@ class NodeGroups(Place):
         self.inside.waiting = self.between.waiting = collectives.waiting
 
     def sum(self, gradients: Sequence[Gradient]) -> NodeSum:
-        """Gradients of one dtype on one device, on their way to owners and back."""
+        """Return the sum of gradients of one dtype and device, not started yet."""
         return NodeSum(self, gradients)
 
 
-# By group: created once, as each group has threads and connections of its own.
+# By parent group. Created once, because each group has its own threads and connections.
 _groups_of: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
 
@@ -49,10 +49,10 @@ def _groups(group: Any, layout: NodeLayout, rank: int) -> tuple[Any, Any]:
     """Return the process groups inside a rank's node and between nodes; creating them blocks."""
     if group not in _groups_of:
         node, number = layout.place(rank)
-        # Numbers of the ranks in the program, which groups are made of.
+        # new_group takes global ranks.
         numbers = dist.get_process_group_ranks(group)
-        # Only members synchronize, as a group need not have all ranks of the program. With the
-        # group's timeout: by default the others would wait half an hour for a rank that was killed.
+        # Only members synchronize, because the group may lack some ranks of the program. Use the
+        # group's timeout: by default ranks would wait half an hour for one that was killed.
         options = {"timeout": _timeout(group), "use_local_synchronization": True}
         inside, between = (
             dist.new_group([numbers[member] for member in members], **options)
@@ -69,9 +69,9 @@ def _timeout(group: Any) -> timedelta:
 
 
 class NodeSum:
-    """A flat tensor of gradients on its way: summed at owners of the node, and handed out again.
+    """A reduce-scatter of gradients to their owners in the node, and the all-gather of the means.
 
-    Used in this order: `scatter`, `gradients`, `gather`, `finish`, each on all ranks of the node.
+    Call `scatter`, `gradients`, `gather`, `finish` in this order, on all ranks of the node.
     """
 
     def __init__(self, groups: NodeGroups, gradients: Sequence[Gradient]) -> None:
@@ -80,19 +80,19 @@ class NodeSum:
         self._sizes: Sequence[int] = ()
 
     def scatter(self) -> None:
-        """Start to send each owner its gradients."""
+        """Start sending each owner its gradients."""
         shard, peers = self.shard, self._groups.layout.size - 1
         self._begin(self._waiting(), self._of_others(), [shard.mine] * peers, shard.scatter_bytes)
 
     def gradients(self) -> list[Gradient]:
-        """The node's mean of what this rank owns, once it is here."""
+        """Wait for and return the node's mean of the gradients this rank owns."""
         return self.shard.gradients(self._wait())
 
     def gather(self) -> None:
-        """Start to send the current means to all ranks of the node."""
+        """Start sending the current means to all ranks of the node."""
         shard, peers = self.shard, self._groups.layout.size - 1
         of_others = self._of_others()
-        # If all of it is one tensor, it is received in place.
+        # A single tensor is received in place.
         waiting = self._waiting()
         into = waiting[0] if len(waiting) == 1 else None
         sizes = [shard.mine] * peers
@@ -103,7 +103,7 @@ class NodeSum:
         self.shard.finish(self._wait())
 
     def _waiting(self) -> list[torch.Tensor]:
-        """Gradients that others own."""
+        """Return the gradients that others own."""
         parts = [*self.shard.parts]
         del parts[self._groups.number]
         return [values for part in parts for values in part if len(values)]
@@ -120,7 +120,7 @@ class NodeSum:
         nbytes: int,
         into: torch.Tensor | None = None,
     ) -> None:
-        """Exchange words with the other ranks of the node; a rank sends itself nothing."""
+        """Start exchanging words with the other ranks of the node."""
         number = self._groups.number
         to, of = ([*sizes[:number], 0, *sizes[number:]] for sizes in (to_others, of_others))
         sent = join(words) if words else self.shard.none
@@ -128,7 +128,7 @@ class NodeSum:
         self._groups.sent_bytes += nbytes
 
     def _wait(self) -> list[torch.Tensor]:
-        """Return the words of each other rank."""
+        """Wait for and return the words of each other rank."""
         assert self._work is not None
         work, self._work = self._work, None
         return split(self._groups.inside.result(*work), self._sizes)

@@ -1,16 +1,17 @@
-"""What became of exchanged gradients: applied by an optimizer, held in `.grad`, or dropped.
+"""Tracks outcomes of exchanged gradients: applied by an optimizer, held in `.grad`, or dropped.
 
-torch announces every step of an optimizer. Before a backward pass adds to `.grad`, a gradient that
-was exchanged and not applied is either still in it, and this pass accumulates, or gone: a GAN's
-discriminator through which the generator's loss went, a step that the loop rejected or a loss
-scaler skipped. What compression left out of a dropped gradient must not be sent later.
+torch has hooks for every optimizer step. Before a backward pass adds to `.grad`, a gradient that
+was exchanged but not applied is either still there, so this pass accumulates, or was discarded: a
+GAN's discriminator that the generator's loss went through, a step that the loop rejected or a loss
+scaler skipped. The residual of a dropped gradient must not be sent later.
 
-Before the first step of an optimizer that holds a parameter, one whose values have changed since
-its gradient was sent was updated by hand: the gradient counts as applied.
+If a parameter's values have changed since its gradient was sent, but its optimizer has never
+stepped, the parameter was updated by hand: the gradient counts as applied.
 
-Each rank decides by itself: `.grad` holds the ranks' mean, so ranks that run one program decide
-alike. A parameter that no optimizer of torch holds is unknown, as where a loop updates it by hand,
-or an optimizer holds a copy in another precision: its gradients count as applied.
+Each rank decides by itself: `.grad` holds the ranks' mean, so ranks that run the same program come
+to the same result. The outcome is unknown for a parameter in no torch optimizer, e.g. if a loop
+updates it by hand, or an optimizer holds a copy in another precision: its gradients count as
+applied.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from ..engine.transaction import Outcome
 
 
 class _FoundInf:
-    """Whether a fused optimizer skipped its step; read when it is needed, as it waits."""
+    """Whether a fused optimizer skipped its step; read lazily, as that waits for the device."""
 
     def __init__(self, flag: torch.Tensor) -> None:
         self._flag = flag
@@ -47,15 +48,15 @@ class _FoundInf:
 
 @dataclass(eq=False)
 class _Parameter:
-    """One parameter, and what became of its last exchanged gradient.
+    """One parameter, and the outcome of its last exchanged gradient.
 
-    known : whether an optimizer of torch holds it, or has ever stepped it
+    known : whether a torch optimizer holds it or has ever stepped it
     stepped : whether one has ever stepped it
     hooked : whether `reached` is called in backward passes that reach it
-    stepping : whether it had a gradient when the running step of an optimizer began
-    found_inf : that of a fused optimizer whose step applied the gradient, or skipped it
-    sent : the gradient when it was sent, and how often it had been written to
-    values : a digest of the parameter when its gradient was sent; None: nobody asks for it
+    stepping : whether it had a gradient when the current optimizer step began
+    found_inf : flag of a fused optimizer whose step either applied or skipped the gradient
+    sent : the gradient tensor that was sent, and its version counter at that time
+    values : digest of the parameter when its gradient was sent; None if not needed
     """
 
     parameter: torch.Tensor
@@ -69,20 +70,20 @@ class _Parameter:
     values: str | None = None
 
     def settled(self) -> Outcome:
-        """What became of the gradient so far."""
+        """Return the outcome of the gradient so far."""
         if self.found_inf is not None and self.found_inf.skipped:
             self.outcome = "held"
         self.found_inf = None
         return self.outcome if self.known else "unknown"
 
     def is_gone(self) -> None:
-        """The gradient is none, or zeros, and no optimizer has taken it."""
+        """Record that the gradient is None or zero, and that no optimizer has applied it."""
         by_hand = self.values is not None and self.values != digest(local_part(self.parameter))
         self.outcome = "applied" if by_hand else "dropped"
 
     @property
     def unwritten(self) -> bool:
-        """Whether nothing was written into the gradient since."""
+        """Whether nothing was written to the gradient since it was sent."""
         gradient = self.parameter.grad
         if gradient is None or not self.sent:
             return False
@@ -91,7 +92,7 @@ class _Parameter:
 
 
 class _Pass:
-    """A running backward pass, kept alive by autograd, which calls it at the end."""
+    """A running backward pass; autograd holds it and calls it at the end."""
 
     over = False
 
@@ -100,12 +101,12 @@ class _Pass:
 
 
 class Outcomes:
-    """The outcomes of the parameters of one DDP or FSDP2 model, or optimizer of Horovod, by name.
+    """Outcomes by parameter name, for one DDP or FSDP2 model or one Horovod optimizer.
 
     Attributes
     ----------
-    joined : this rank has no data left and only takes part, in a Join: what becomes of the gradient
-        is known to the other ranks alone, and mostly they apply it
+    joined : whether this rank is in a Join with no data left: only the other ranks know the outcome
+        of a gradient, and usually they apply it
     """
 
     def __init__(self) -> None:
@@ -116,30 +117,30 @@ class Outcomes:
         self._searched = False
 
     def follow(self, name: str, parameter: torch.Tensor) -> None:
-        """Take note of what happens to a parameter from now on."""
-        known = self._records.get(name)
+        """Start tracking a parameter."""
+        record = self._records.get(name)
         if not self._records:
             watch_optimizers(self)
-        if known is None or known.parameter is not parameter:
-            if known is not None:
-                self._by_id.pop(id(known.parameter), None)
-            known = self._records[name] = self._by_id[id(parameter)] = _Parameter(parameter)
-        # One that is frozen now may be trained later, as networks that take turns are.
-        if parameter.requires_grad and not known.hooked:
-            # Before the gradient is added: after that, zeros cannot be told from what was held.
+        if record is None or record.parameter is not parameter:
+            if record is not None:
+                self._by_id.pop(id(record.parameter), None)
+            record = self._records[name] = self._by_id[id(parameter)] = _Parameter(parameter)
+        # A frozen parameter may be trained later, e.g. the two networks of a GAN.
+        if parameter.requires_grad and not record.hooked:
+            # Must run before the gradient is added: afterwards a zeroed `.grad` would go unnoticed.
             parameter.register_hook(partial(_reached, weakref.ref(self)))
-            known.hooked = True
+            record.hooked = True
 
     def sent(self, names: Iterable[str]) -> None:
         """See engine.Outcomes."""
         for name in names:
             if (record := self._records.get(name)) is not None:
                 record.outcome, record.found_inf = "applied" if self.joined else "held", None
-                # Its version as well: DDP writes the mean into the same tensor, if it writes one.
+                # The version as well: if DDP writes a mean, it writes it to the same tensor.
                 gradient = record.parameter.grad
                 record.sent = gradient is not None and (weakref.ref(gradient), gradient._version)
-                asked = not record.stepped and (record.known or not self._searched)
-                record.values = digest(local_part(record.parameter)) if asked else None
+                needed = not record.stepped and (record.known or not self._searched)
+                record.values = digest(local_part(record.parameter)) if needed else None
 
     def of(self, name: str) -> Outcome:
         """See engine.Outcomes."""
@@ -147,7 +148,7 @@ class Outcomes:
         return "unknown" if record is None else record.settled()
 
     def look(self) -> None:
-        """Note which gradients were dropped; called between backward passes."""
+        """Detect dropped gradients; called between backward passes."""
         if not self._searched and any(
             not record.known and record.outcome == "held" for record in self._records.values()
         ):
@@ -159,7 +160,7 @@ class Outcomes:
                     record.is_gone()
                 else:
                     held.append((record, local_part(gradient)))
-        # A wait for each device, where gradients accumulate over exchanges or are set to zero.
+        # One wait per device, only if gradients accumulate over exchanges or are set to zero.
         for device in {gradient.device for _, gradient in held}:
             here = [pair for pair in held if pair[1].device == device]
             counts = torch.stack([gradient.count_nonzero() for _, gradient in here]).tolist()
@@ -168,12 +169,12 @@ class Outcomes:
                     record.is_gone()
 
     def write_unused(self, means: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Write means that DDP did not write, as no rank had a gradient; called after the pass.
+        """Write means that DDP did not write because no rank used the parameter; after the pass.
 
-        An old gradient that is still in `.grad` was sent again, with its residual. An optimizer may
-        still apply it, so its mean has to be in its place.
+        An old gradient still in `.grad` was sent again, with its residual. An optimizer may still
+        apply it, so it has to be replaced with its mean.
 
-        means : of tensors by name, in their shapes; of complex ones with a last axis of two
+        means : (name, mean in the tensor's shape; complex ones with a trailing axis of size 2)
         """
         for name, mean in means:
             record = self._records[name]
@@ -184,9 +185,9 @@ class Outcomes:
                 gradient.copy_(mean)
 
     def _search(self) -> None:
-        """Find optimizers that have not stepped yet, once a second pass begins or has ended."""
-        self._searched = True  # once: it walks all objects of the process
-        gc.collect()  # of dead optimizers each rank has others, as Python collects at its own times
+        """Find optimizers that have not stepped yet; runs once, after the first pass."""
+        self._searched = True  # only once, as it visits all objects of the process
+        gc.collect()  # which dead optimizers are still listed depends on when each rank collected
         for optimizer in live_objects(Optimizer):
             for record in self._of(optimizer):
                 record.known = True
@@ -194,8 +195,8 @@ class Outcomes:
     def reached(self) -> None:
         """Called when a backward pass is about to add to the gradient of a parameter."""
         running = None if self._pass is None else self._pass()
-        # A pass inside another one, as of a reentrant checkpoint, is no new pass. Autograd drops
-        # its callbacks, and with them the _Pass, when a pass ends with an error.
+        # A nested pass, as in reentrant checkpointing, is not a new pass. If a pass fails, autograd
+        # drops its callbacks, and with them the _Pass.
         if running is None or running.over:
             running = _Pass()
             self._pass = weakref.ref(running)
@@ -203,34 +204,34 @@ class Outcomes:
             self.look()
 
     def begin_step(self, optimizer: Any) -> None:
-        """Called before a step of any optimizer, after which its gradients may be gone."""
+        """Called before a step of any optimizer; the step may discard gradients."""
         for record in self._of(optimizer):
             record.stepping = record.parameter.grad is not None
 
     def end_step(self, optimizer: Any) -> None:
         """Called after a step of any optimizer."""
-        # A fused one is called where the scaler skips, too, and looks itself.
+        # A fused optimizer is called even if the scaler skips, and checks found_inf itself.
         flag = getattr(optimizer, "found_inf", None)
         found_inf = _FoundInf(flag) if isinstance(flag, torch.Tensor) else None
         for record in self._of(optimizer):
             record.known = record.stepped = True
-            # After the step if its closure computed the gradient; else before it, as a step may
-            # end with zero_grad.
+            # Check after the step, as a closure may have computed the gradient; and before it, as a
+            # step may end with zero_grad.
             has_gradient = record.stepping or record.parameter.grad is not None
             if record.outcome == "held" and has_gradient:
                 record.outcome, record.found_inf = "applied", found_inf
             record.stepping = False
 
     def _of(self, optimizer: Any) -> Iterator[_Parameter]:
-        for group in getattr(optimizer, "param_groups", ()):  # one may be half made
+        for group in getattr(optimizer, "param_groups", ()):  # missing during construction
             for parameter in group["params"]:
                 if (record := self._by_id.get(id(parameter))) is not None:
                     yield record
 
 
 def watch_optimizers(watcher: Any) -> None:
-    """Have steps of all optimizers call a watcher's begin_step and end_step while it lives."""
-    # torch holds its hooks for good, and so would hold the watcher, and what that holds.
+    """Call a watcher's begin_step and end_step around steps of all optimizers, while it lives."""
+    # torch keeps its hooks forever, so a strong reference would keep the watcher alive.
     reference = weakref.ref(watcher)
 
     def begin(optimizer: Any, *_: Any) -> None:
@@ -246,8 +247,8 @@ def watch_optimizers(watcher: Any) -> None:
 
 
 def live_objects(kind: type) -> list[Any]:
-    """All objects of a class that Python's collector knows of, a frozen one not among them."""
-    # By type: `isinstance` asks an object for its `__class__`, at which lazy modules import things.
+    """Return all objects of a class tracked by Python's garbage collector, except frozen ones."""
+    # By type: `isinstance` reads an object's `__class__`, at which lazy modules import things.
     return [obj for obj in gc.get_objects() if issubclass(type(obj), kind)]
 
 
@@ -257,13 +258,13 @@ def _reached(reference: weakref.ref[Outcomes], _: torch.Tensor) -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of a tensor that may be sharded."""
+    """Return this rank's shard of a tensor, or the tensor itself if it is not sharded."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
-@torch.compiler.disable  # asked for when an optimizer has stepped, which may be compiled
+@torch.compiler.disable  # called after an optimizer step, which may be compiled
 def digest(tensor: torch.Tensor) -> str:
-    """By its bits, in the order of its indices; see weigh."""
+    """Return a digest of a tensor's bits, in index order; see weigh."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)

@@ -1,12 +1,13 @@
-"""A process group's collectives, started and waited for; the DDP model of a hook; optimizer steps.
+"""Asynchronous collectives of a process group; the DDP model of a hook; tracking optimizer steps.
 
-register_comm_hook tells the state nothing, and a bucket knows no model. So `HookedModel` searches
-for the model when a pass begins with a bucket that is new: it is alive, as it calls.
+register_comm_hook does not notify the state, and a bucket does not refer to its model. So
+`HookedModel` searches for the model when a pass begins with a new bucket: it must be alive, since
+it calls the hook.
 
-A hook that was never registered, or that a strategy ignores, leaves no trace: training goes on with
-plain gradients. Only the optimizer's steps are sure to come, so `CallWatch` counts those. After one
-that followed an exchange the parameters are equal on all ranks; in a backward pass they need not
-be.
+A hook that was never registered, or that a strategy ignores, leaves no trace: training continues
+with uncompressed gradients. Only the optimizer's steps are certain to happen, so `CallWatch` counts
+those. After a step that followed an exchange the parameters are equal on all ranks; during a
+backward pass they need not be.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from ..collective import Collective
 from ..errors import CompressError, UncalledWarning
 from .outcomes import live_objects, watch_optimizers
 
-# torch 2.13 gave them other names, and warns under the old ones.
+# torch 2.13 renamed these, and warns if the old names are used.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -39,7 +40,7 @@ _STEPS_FILE = Optimizer.profile_hook_step.__code__.co_filename
 
 
 class Collectives:
-    """Those of one process group, None for the default one; CompressError for what is no group."""
+    """Collectives of a process group, None for the default one; CompressError if it is no group."""
 
     def __init__(self, group: Any) -> None:
         if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -54,26 +55,26 @@ class Collectives:
 
     @property
     def ranks(self) -> int:
-        """How many take part."""
+        """Number of ranks in the group."""
         return dist.get_world_size(self.group)
 
     @property
     def rank(self) -> int:
-        """The number of this rank among them."""
+        """Number of this rank in the group."""
         return dist.get_rank(self.group)
 
     def sum(self, tensor: torch.Tensor) -> dist.Work:
-        """Start to sum a tensor over the ranks, in place."""
+        """Start summing a tensor over the ranks, in place."""
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def gather(
         self, words: torch.Tensor, sizes: Sequence[int] | None = None
     ) -> tuple[dist.Work, torch.Tensor]:
-        """Start to gather the ranks' words, one after another; sizes : of each rank, if unequal."""
+        """Start gathering the ranks' words, concatenated; sizes : of each rank, if unequal."""
         if sizes is None or len(set(sizes)) == 1:
             gathered = words.new_empty(self.ranks * words.numel())
             return all_gather(gathered, words, group=self.group, async_op=True), gathered
-        # No backend gathers vectors of several lengths into one; as many bytes travel this way.
+        # No backend gathers vectors of unequal lengths into one; this sends as many bytes.
         return self.all_to_all(words.repeat(self.ranks), [words.numel()] * self.ranks, sizes)
 
     def all_to_all(
@@ -83,7 +84,7 @@ class Collectives:
         of_ranks: Sequence[int],
         into: torch.Tensor | None = None,
     ) -> tuple[dist.Work, torch.Tensor]:
-        """Start to send each rank its words; they are received in `into`, or a new tensor."""
+        """Start sending each rank its words; received into `into`, or a new tensor."""
         output = words.new_empty(sum(of_ranks)) if into is None else into
         work = dist.all_to_all_single(
             output, words, list(of_ranks), list(to_ranks), group=self.group, async_op=True
@@ -91,7 +92,7 @@ class Collectives:
         return work, output
 
     def total(self, words: npt.NDArray[Any], device: torch.device) -> npt.NDArray[Any]:
-        """The sum over the ranks of an array, by way of this device; blocks."""
+        """Sum an array over the ranks, using this device; blocks."""
         total = torch.from_numpy(words.copy()).to(device)  # a copy, as it is summed in place
         with self.waiting():
             self.sum(total).wait()
@@ -100,12 +101,12 @@ class Collectives:
     def averages(
         self, views: Sequence[torch.Tensor], packed: torch.Tensor | None
     ) -> Generator[None, None, None]:
-        """Average vectors of one dtype in place: yields when the sum has begun, then waits for it.
+        """Average vectors of one dtype in place; yields once the sum has begun, then waits for it.
 
-        packed : the vector that they are all of, where there is one
+        packed : a vector that consists of exactly these views, if there is one
         """
         together = torch.cat(list(views)) if packed is None else packed
-        together.div_(self.ranks)  # before the sum, which half precision might not hold
+        together.div_(self.ranks)  # before summing, as the sum might overflow half precision
         work = self.sum(together)
         yield
         with self.waiting():
@@ -116,7 +117,7 @@ class Collectives:
                 view.copy_(mean)
 
     def begin(self, carry: Collective) -> tuple[dist.Work, torch.Tensor]:
-        """Start a collective that the engine asks for; return the arguments of `result`."""
+        """Start a collective requested by the engine; return the arguments of `result`."""
         if carry.kind == "gather":
             return self.gather(carry.words, carry.sizes)
         if carry.kind == "alltoall":
@@ -128,30 +129,31 @@ class Collectives:
         """Wait for a collective; return its result."""
         with self.waiting():
             work.wait()
-        if output.is_cuda:  # made on the stream of the backward pass, read on this one
+        if output.is_cuda:  # allocated on the stream of the backward pass, read on this one
             output.record_stream(torch.cuda.current_stream(output.device))
         return output
 
 
 class HookedModel:
-    """The model whose pass this is, of those that one state's hook is on; mostly there is one.
+    """Finds which of the DDP models with a state's hook is running the current pass.
 
-    There are several where a model is wrapped anew while something holds the old DDP, as a caught
-    exception does, or where models take turns. None where something else than DDP calls the hook.
+    Usually there is one. There are several if a model is wrapped again while the old DDP is still
+    referenced, e.g. by a caught exception, or if models alternate. There is none if the hook is not
+    called by DDP.
     """
 
     def __init__(self) -> None:
         self._model: weakref.ref[DistributedDataParallel] | None = None
-        # By the place of their first bucket, which a pass that adds to that bucket is known by.
+        # By the address of their first bucket, which identifies a pass.
         self._known: dict[int | None, weakref.ref[DistributedDataParallel] | None] = {}
-        # How many places each had so far, and after how many searches the last one.
+        # For each model, its number of addresses so far, and the number of the last search.
         self._places: weakref.WeakKeyDictionary[DistributedDataParallel, tuple[int, int]]
         self._places = weakref.WeakKeyDictionary()
         self._searches = 0
 
     def find(self, state: Any, bucket: dist.GradBucket) -> bool:
-        """Find the model, by the first bucket of a pass; return whether it had none before."""
-        # In another place each time: a sparse gradient, and the zeros of a rank that has joined.
+        """Find the model by the first bucket of a pass; return whether this is its first bucket."""
+        # These have a new address every time: sparse gradients, and the zeros of a joined rank.
         moves = bucket.buffer().is_sparse or torch._C._current_graph_task_id() < 0
         place = None if moves else bucket.buffer().data_ptr()
         if place in self._known:
@@ -163,9 +165,9 @@ class HookedModel:
             for model in live_objects(DistributedDataParallel)
             if any(hooked is state for _, hooked in vars(model).get("_comm_hooks", ()))
         ]
-        its = bucket.parameters()[0]
+        first = bucket.parameters()[0]
         models.sort(
-            key=lambda m: (all(p is not its for p in m.module.parameters()), self._order(m))
+            key=lambda m: (all(p is not first for p in m.module.parameters()), self._order(m))
         )
         self._model = weakref.ref(models[0]) if models else None
         self._known = {
@@ -182,34 +184,34 @@ class HookedModel:
         return not places
 
     def _order(self, model: DistributedDataParallel) -> tuple[int, bool, int]:
-        """By which to look for the model of a new place, the likeliest first.
+        """Sort key to find the model of a new address, the likeliest first.
 
-        Each has two places, as DDP makes new buckets once; one that never ran calls no hook; and of
-        two that take turns it is the other one.
+        A model has two addresses, as DDP rebuilds its buckets once; a model that never ran does not
+        call the hook; and of two that alternate, the next one is the other one.
         """
         places, search = self._places.get(model, (0, 0))
         return places, not getattr(model, "_lazy_init_ran", True), search
 
     def group(self, group: Any) -> Any:
-        """The process group to use: the state's own, which is passed, or the model's.
+        """Return the process group to use: `group`, which the state was given, or the model's.
 
-        Raises CompressError for a group of other ranks than the model's.
+        Raises CompressError if `group` has other ranks than the model's.
         """
         if (model := self._alive()) is None:
             return group
-        theirs = model.process_group
-        if group is None or group is theirs:
-            return theirs
-        if (ours := _ranks(group)) != (ddp := _ranks(theirs)):
+        ddp_group = model.process_group
+        if group is None or group is ddp_group:
+            return ddp_group
+        if (ranks := _ranks(group)) != (ddp_ranks := _ranks(ddp_group)):
             raise CompressError(
-                f"CompressionState has the process_group of ranks {ours}, and its hook is on a "
-                f"DistributedDataParallel of ranks {ddp}; expected the same. Leave "
+                f"CompressionState has the process_group of ranks {ranks}, and its hook is on a "
+                f"DistributedDataParallel of ranks {ddp_ranks}; expected the same. Leave "
                 "process_group out, or pass process_group=ddp.process_group."
             )
         return group
 
     def check_join(self) -> None:
-        """CompressError in a Join that divides by the ranks that have not joined."""
+        """Raise CompressError in a Join that divides by the number of ranks not joined yet."""
         model = self._alive()
         if model is None or not model._join_config.enable:
             return
@@ -225,19 +227,19 @@ class HookedModel:
 
     @property
     def drops_unused(self) -> bool:
-        """Whether DDP writes no mean of a gradient that no rank has used."""
+        """Whether DDP discards the mean of a parameter that no rank has used."""
         model = self._alive()
-        # With a static graph DDP looks for unused parameters by itself.
+        # With a static graph DDP detects unused parameters by itself.
         return model is not None and bool(model.find_unused_parameters or model.static_graph)
 
     @property
     def static(self) -> bool:
-        """Whether its graph was said to be static."""
+        """Whether the model was wrapped with static_graph=True."""
         model = self._alive()
         return model is not None and bool(model.static_graph)
 
     def trained(self) -> list[tuple[torch.Tensor, str]] | None:
-        """Parameters that require gradients now, but for those DDP ignores; None: no model."""
+        """Return parameters that require gradients now and that DDP averages; None: no model."""
         if (model := self._alive()) is None:
             return None
         return [
@@ -252,20 +254,20 @@ def _ranks(group: Any) -> list[int]:
 
 
 class CallWatch:
-    """Steps of the optimizers of some parameters, and calls of the hook between them.
+    """Counts steps of the optimizers of some parameters between calls of the hook.
 
     Parameters
     ----------
-    after : steps without a call after which an UncalledWarning says so, once; 0 for never
-    known : the parameters' names, as Names has them; where there are none, every optimizer counts
-    ended : called when an optimizer's step has ended, which is in no other's; None for nobody
+    after : number of steps without a call before an UncalledWarning, given once; 0 for never
+    known : returns the parameters and names, as Names.known; if empty, every optimizer counts
+    ended : called after each optimizer step that is not nested in another; may be None
 
     Attributes
     ----------
-    steps : since the hook was called last
-    any_step : whether there was one: parameters may also be updated by hand
+    steps : number of steps since the hook was last called
+    any_step : whether there was any step (parameters may also be updated by hand)
 
-    Raises CompressError for a number of steps that is none.
+    Raises CompressError if `after` is not a number of steps.
     """
 
     def __init__(
@@ -283,17 +285,17 @@ class CallWatch:
         self.any_step = False
         self._ended = ended and weakref.WeakMethod(ended)
         self._parameters: set[int] = set()
-        # The optimizer in whose step this is, of several the outer one; see `_running`.
+        # The optimizer whose step is running, the outermost if nested; see `_running`.
         self._stepping: Any = None
-        self._passes = 0  # in that step
+        self._passes = 0  # backward passes in that step
         watch_optimizers(self)
 
     def called(self) -> None:
-        """The hook was called."""
+        """Note that the hook was called."""
         self.steps = 0
 
     def begin_pass(self) -> None:
-        """A backward pass begins; CompressError if it is the second one in an optimizer's step."""
+        """Begin a backward pass; CompressError if it is the second one within an optimizer step."""
         optimizer = self._running()
         self._passes += 1
         if optimizer is not None and self._passes > 1:
@@ -306,12 +308,12 @@ class CallWatch:
             )
 
     def begin_step(self, optimizer: Any) -> None:
-        """See watch_optimizers; a step may have another optimizer's step in it, as ZeRO's has."""
+        """See watch_optimizers; steps may be nested, e.g. in ZeroRedundancyOptimizer."""
         if self._mine(optimizer) and self._running() in (None, optimizer):
             self._stepping, self._passes = weakref.ref(optimizer), 0
 
     def end_step(self, optimizer: Any) -> None:
-        """See watch_optimizers; warns if that is one step too many without the hook."""
+        """See watch_optimizers; warns after too many steps without a call of the hook."""
         if not self._mine(optimizer):
             return
         self.any_step = True
@@ -335,27 +337,28 @@ class CallWatch:
                 stacklevel=4,  # past our hook and torch's wrapper, where the step is called
             )
 
-    @torch.compiler.disable  # a compiled step calls what begins and ends it
+    @torch.compiler.disable  # a compiled optimizer step calls the hooks that call this
     def _running(self) -> Any:
-        """The optimizer in whose step this is; None where its step has ended with an exception.
+        """Return the optimizer whose step is running; None if it has ended with an exception.
 
-        torch says nothing of such an end, so this looks whether somebody still is in the step: on
-        any thread, as the backward pass of a GPU has one of its own.
+        torch does not report that, so this checks whether any thread is still in the step (on a GPU
+        the backward pass runs on a thread of its own).
         """
         optimizer = self._stepping and self._stepping()
         if optimizer is None:
             return None
         frames = sys._current_frames()
-        frames[threading.get_ident()] = sys._getframe(1)  # not this one, which would hold itself
-        for frame in frames.values():
-            at: FrameType | None = frame
-            while at is not None:
-                # Of torch's wrapper around every step, which calls the hooks: to read the locals
-                # of any other would hold them.
-                is_step = at.f_code.co_filename == _STEPS_FILE
-                if is_step and at.f_locals.get("self") is optimizer:
+        # Not this frame, which would reference itself.
+        frames[threading.get_ident()] = sys._getframe(1)
+        for top in frames.values():
+            frame: FrameType | None = top
+            while frame is not None:
+                # Only torch's wrapper around every step, which calls the hooks: reading the locals
+                # of any other frame would keep them alive.
+                is_step = frame.f_code.co_filename == _STEPS_FILE
+                if is_step and frame.f_locals.get("self") is optimizer:
                     return optimizer
-                at = at.f_back
+                frame = frame.f_back
         self._stepping = None
         return None
 

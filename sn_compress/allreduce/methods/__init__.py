@@ -1,1 +1,1 @@
-"""How a tensor travels in an all-reduce: low rank, rows, frequencies, or all of it."""
+"""Methods to send a tensor through an all-reduce: low rank, rows, frequencies, or dense."""

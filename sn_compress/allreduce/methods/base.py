@@ -1,12 +1,12 @@
-"""Method: tensors of a bucket that travel in the same way; the interface of all methods.
+"""The interface of all methods: tensors of a bucket that are sent in the same way.
 
-In a gather every rank receives all payloads, so bytes grow with their number. Here all ranks agree,
-from numbers they already share, on what is sent, and an all-reduce adds it up. The cost does not
-grow with the number of ranks, and a rank that has joined just adds zeros.
+In a gather every rank receives all payloads, so bytes grow with the number of ranks. Here all ranks
+agree, from numbers they already share, on what is sent, and an all-reduce sums it. The cost does
+not grow with the number of ranks, and a rank that has joined just adds zeros.
 
-Methods are array code without a branch on data: the same functions run in NumPy, in torch on any
-device, and in TensorFlow's graphs. What ranks share is computed from integers, so that it has the
-same bits everywhere.
+Methods are array code without branches on data: the same functions run in NumPy, in torch on any
+device, and in TensorFlow's graphs. Shared state is computed from integers, so that it is
+bit-identical everywhere.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any, ClassVar
 from ...arrays import namespace
 
 Array = Any  # of NumPy, torch or CuPy
-State = dict[str, Array]  # small arrays, all alike on all ranks
-HEAD = 2  # words of a round before those of its parts
+State = dict[str, Array]  # small arrays, equal on all ranks
+HEAD = 2  # words at the start of a round, before those of its parts
 
 
 @dataclass(frozen=True)
 class StepOptions:
-    """What all tensors of a step have in common.
+    """Options shared by all tensors of a step.
 
-    ranks, rank : how many may add to the sum; which of them this is, where it matters
+    ranks, rank : number of ranks that may add to the sum; the number of this one, if needed
     decay : factor on the memories before they are added
-    exact : the mean has the same bits on hardware of any kind; else on equal hardware only
+    exact : the mean is bit-identical on any hardware; otherwise only on equal hardware
     """
 
     ranks: int
@@ -41,9 +41,9 @@ class StepOptions:
 
 @dataclass(frozen=True)
 class Send:
-    """Words to add up, [words] int32, and whether all numbers of this rank are finite, 0-d bool.
+    """Words to sum, [words] int32, and whether all numbers of this rank are finite, 0-d bool.
 
-    energy : the squared norm of gradients and memories, if the step has added them itself
+    energy : the squared norm of gradients plus memories, if the step has added them itself
     """
 
     words: Array
@@ -65,7 +65,7 @@ class Outcome:
 
     Attributes
     ----------
-    residuals : per tensor, [rows, columns] float32: what this rank has not sent; the next memories
+    residuals : per tensor, [rows, columns] float32, this rank's; the next memories
     mean : per tensor, [rows, columns] float32; NaN if the step is lost
     state : the next step's, unless the step is lost
     sent : 0-d float32, the squared norm of gradient plus memory minus that of `residuals`
@@ -81,13 +81,13 @@ Step = Generator[Send, Summed, Outcome]
 
 
 class Method(ABC):
-    """Tensors of one bucket and their settings; a step changes nothing here.
+    """Tensors of one bucket and their settings; immutable.
 
     Attributes
     ----------
     shapes : (rows, columns) of each tensor, as a matrix
-    rounds : all-reduces in a step
-    settings : what it is made of, a sequence each, with an entry for each tensor
+    rounds : number of all-reduces in a step
+    settings : names of the constructor's arguments, sequences with an entry for each tensor
     """
 
     shapes: Sequence[tuple[int, int]]
@@ -96,25 +96,25 @@ class Method(ABC):
 
     @abstractmethod
     def words(self, ranks: int) -> list[int]:
-        """Words of 4 bytes that travel in each round."""
+        """Return the 4-byte words sent in each round."""
 
     @classmethod
     def together(cls, parts: Sequence[Method]) -> Method:
         """Merge parts of this class; the tensors stay in order.
 
-        A step of many small tensors is mostly calls of a library: one part makes them once.
+        A step of many small tensors is dominated by library calls, which one part makes only once.
         """
         make: Callable[..., Method] = cls
         return make(
-            *([one for part in parts for one in getattr(part, name)] for name in cls.settings)
+            *([entry for part in parts for entry in getattr(part, name)] for name in cls.settings)
         )
 
     @abstractmethod
     def lengths(self) -> dict[str, Sequence[int]]:
-        """How many numbers of each array of the state are of each tensor, in order."""
+        """Return, for each state array, the number of elements of each tensor, in order."""
 
     def split(self, state: State) -> list[State]:
-        """The state of each tensor, in the order of `shapes`."""
+        """Return the state of each tensor, in the order of `shapes`."""
         ends = {name: list(accumulate(sizes, initial=0)) for name, sizes in self.lengths().items()}
         return [
             {name: state[name][at[place] : at[place + 1]] for name, at in ends.items()}
@@ -123,20 +123,20 @@ class Method(ABC):
 
     def join(self, states: Sequence[State]) -> State:
         """Invert `split`."""
-        if len(states) == 1:  # the same arrays, not copied
+        if len(states) == 1:  # without copying the arrays
             return dict(states[0])
         xp = namespace(next(iter(states[0].values())))
         return {name: xp.concat([state[name] for state in states]) for name in states[0]}
 
     @abstractmethod
     def new_state(self, like: Array) -> State:
-        """The state before anything is known, on the device of `like`."""
+        """Return the initial state, on the device of `like`."""
 
     @abstractmethod
     def begin(self, state: State, means: Sequence[Array]) -> State:
-        """Directions and scales for gradients like these means, which all ranks know.
+        """Return the state for gradients like these means, which all ranks know.
 
-        means : per tensor [rows, columns] float32; one that is zero or not finite changes nothing
+        means : per tensor [rows, columns] float32; zero or non-finite ones change nothing
         """
 
     @abstractmethod
@@ -151,12 +151,12 @@ class Method(ABC):
         options: StepOptions,
         outs: Sequence[Array] | None = None,
     ) -> Step:
-        """The rounds of a step: yields words, is sent their sum over the ranks.
+        """Run the rounds of a step: yields words, and is sent their sum over the ranks.
 
         Parameters
         ----------
-        state : as the last step left it
+        state : from the last step
         matrices : per tensor [rows, columns] float32, gradient plus memory; overwritten: what is
-            sent is subtracted in place where the library can
+            sent is subtracted in place if the library supports it
         outs : per tensor, where to write the mean; None for new arrays
         """

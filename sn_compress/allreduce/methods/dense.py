@@ -1,4 +1,4 @@
-"""Dense: whole tensors in digits of 16 bits; rounding errors travel with the next step."""
+"""Dense: whole tensors in 16-bit digits; rounding errors are sent with the next step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .base import Array, Method, Outcome, Send, State, Step, StepOptions, Summed
 
 
 class Dense(Method):
-    """All numbers of each tensor; a tensor has one scale.
+    """Sends all numbers of each tensor; a tensor has a single scale.
 
     Parameters
     ----------
@@ -51,7 +51,7 @@ class Dense(Method):
         outs: Sequence[Array] | None = None,
     ) -> Step:
         xp = namespace(matrices[0])
-        # All tensors as one vector, so that a round is the same few calls for many small ones.
+        # All tensors as one vector, so that many small ones need only a few calls.
         flat, finite = numbers(self._columns.join(matrices))
         words, sent = self._columns.pack(flat, state["scales"], options.ranks)
         received: Summed = yield Send(words, finite)

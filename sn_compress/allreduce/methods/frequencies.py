@@ -1,19 +1,20 @@
-"""Frequencies: low-rank factors of a convolution's frequencies, in each step the strongest ones.
+"""Frequencies: low-rank factors of a convolution's frequencies; each step sends the strongest.
 
-Under a DCT-II over the axes of its kernels a gradient of shape (out, in, height, width) becomes
-height * width matrices [out, in], one for each frequency, and few of them hold most of its energy.
-A direction of one of these has out + in numbers; one of the whole tensor, as low rank has it, has
-out + in * height * width. So several times as many of them travel in the same words. Channels have
-no order, and so no frequencies.
+A DCT-II over the axes of its kernels turns a gradient of shape (out, in, height, width) into
+height * width matrices [out, in], one per frequency, and few of them contain most of its energy. A
+direction of one of these has out + in numbers; a direction of the whole tensor, as in low rank, has
+out + in * height * width. So several times as many fit the same words. Channels have no order, and
+so no frequencies.
 
-Which ones travel, all ranks know without a message. Of each direction they keep how much it brought
-for each step that it had waited, and how long it has waited; those with the largest product of both
-are sent. What brought little counts as a thirty-second of the strongest, so that everything is sent
-in the end. Norms are of whole numbers, and products and roots those that all libraries round alike.
+All ranks know which directions are sent, without a message. For each direction they keep how much
+it contributed per step it had waited, and how long it has been waiting; those with the largest
+product of both are sent. The contribution counts as at least a thirty-second of the strongest, so
+that everything is sent eventually. Norms are computed from integers, and products and roots are
+those that all libraries round alike.
 
 The two rounds are those of low rank (`low_rank.py`); directions of two frequencies are orthogonal.
 A direction q of the frequency with wave c is the direction q x c of the whole tensor, so the tensor
-is multiplied as it lies in memory, and its spectrum is never computed.
+is multiplied in its memory layout, and its spectrum is never computed.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from ...ops.products import exact_outer, outer, subtract_outer, times_columns, t
 from .base import Method, Outcome, Send, State, Step, StepOptions, Summed
 from .low_rank import LowRank, as_integers
 
-MOST = 64  # numbers in a kernel; axes of more are taken for something else
-_GRID = 2.0**22  # float32 has all multiples of 2**-22 up to 1, whatever the host's cosine ends in
+MOST = 64  # numbers in a kernel; axes with more are not treated as a kernel
+# float32 represents all multiples of 2**-22 up to 1; rounding to them removes differences in the
+# last bits of hosts' cosines.
+_GRID = 2.0**22
 
 
 @dataclass(frozen=True)
@@ -46,9 +49,9 @@ class Kernels:
     Attributes
     ----------
     sides : of a kernel
-    inputs : input channels, next to the kernel's axes
-    outputs : output channels, at the other end of the tensor
-    last : the kernel's axes are the last ones, as in torch; else the first, as in Keras
+    inputs : number of input channels, the axis next to the kernel's axes
+    outputs : number of output channels, the axis at the other end of the tensor
+    last : whether the kernel's axes are the last ones, as in torch; else the first, as in Keras
     """
 
     sides: tuple[int, ...]
@@ -58,21 +61,21 @@ class Kernels:
 
     @property
     def count(self) -> int:
-        """Frequencies: as many as numbers in a kernel."""
+        """Number of frequencies: as many as numbers in a kernel."""
         return math.prod(self.sides)
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The tensor as a matrix: outgoing channels against all else, by a plain reshape."""
+        """Shape as a matrix: output channels versus all other axes, by a plain reshape."""
         inner = self.inputs * self.count
         return (self.outputs, inner) if self.last else (inner, self.outputs)
 
 
 def kernels_of(shape: Sequence[int]) -> Kernels | None:
-    """Return the kernels of a tensor; None where it has none.
+    """Return the kernels of a tensor; None if it has none.
 
-    torch lays them out as (out, in, height, width), Keras as (height, width, in, out). So a tensor
-    of 3 to 5 axes has them at the end where the product of axes is smaller; at the last if equal.
+    torch's layout is (out, in, height, width), Keras's (height, width, in, out). So in a tensor of
+    3 to 5 axes the kernel is at the end where the product of axes is smaller; the last if equal.
 
     >>> kernels_of((64, 32, 3, 3))
     Kernels(sides=(3, 3), inputs=32, outputs=64, last=True)
@@ -94,9 +97,9 @@ def kernels_of(shape: Sequence[int]) -> Kernels | None:
 
 @cache
 def waves(sides: tuple[int, ...]) -> Constant:
-    """[count, count] float32: the DCT-II's matrix for kernels of these sides, a row a frequency.
+    """Return the DCT-II matrix for kernels of these sides, [count, count] float32; row: frequency.
 
-    Orthonormal but for the rounding to multiples of 2**-22.
+    Orthonormal up to the rounding to multiples of 2**-22.
     """
     basis: npt.NDArray[np.float64] = np.ones((1, 1))
     for side in sides:
@@ -107,22 +110,22 @@ def waves(sides: tuple[int, ...]) -> Constant:
     return Constant((np.round(basis * _GRID) / _GRID).astype(np.float32))
 
 
-_NEWS = 5 / 16  # weight of the last time in the average of what a direction brought; see rows.py
+_NEWS = 5 / 16  # weight of the last contribution in a direction's moving average; see rows.py
 _TINY, _HUGE = 2.0**-126, 2.0**127  # the smallest normal float32, and nearly the largest
 
 
 @dataclass(frozen=True)
 class RoundRobin:
-    """The directions of one tensor that travel in a step, [count], of one frequency each.
+    """The directions of one tensor that are sent in a step, [count], of one frequency each.
 
     Attributes
     ----------
     kernels : the layout of the tensor
-    places : [count] int64 ascending, among all directions, which lie frequency by frequency
-    wave, waves : of each, its frequency, [count] int64, and that one's row of the DCT's matrix,
+    places : [count] int64 ascending, indices into all directions, which are ordered by frequency
+    wave, waves : the frequency of each, [count] int64, and its row of the DCT matrix,
         [count, frequencies] float32
-    directions : [count, input channels] float32, as they were when sent last
-    scale : [count] float32, about what each is expected to bring
+    directions : [count, input channels] float32, as last sent
+    scale : [count] float32, approximate expected contribution of each
     """
 
     kernels: Kernels
@@ -136,11 +139,11 @@ class RoundRobin:
     def of(
         cls, kernels: Kernels, places: Array, expected: Array, basis: Array, per_frequency: int
     ) -> RoundRobin:
-        """The directions at these places.
+        """Create from the indices of directions.
 
-        expected : [all directions] float32, above zero
+        expected : [all directions] float32, positive
         basis : [all directions, channels] float32
-        per_frequency : directions of a frequency
+        per_frequency : number of directions per frequency
         """
         xp = namespace(basis)
         wave = places // per_frequency
@@ -154,13 +157,13 @@ class RoundRobin:
         )
 
     def times_directions(self, matrix: Array) -> Array:
-        """The first product of a step, [count, output channels]."""
+        """Return the first product of a step, [count, output channels]."""
         factor = self._tensor_directions(self.directions)
         times = times_rows if self.kernels.last else times_columns
         return self._scaled(times([factor], [matrix]))
 
     def times_rows(self, rows: Array, matrix: Array) -> Array:
-        """The second product, [count, input channels].
+        """Return the second product, [count, input channels].
 
         rows : [count, output channels]
         """
@@ -180,7 +183,7 @@ class RoundRobin:
         """Return the product of the factors: the tensor as a matrix.
 
         values : of the second product, divided by the scale
-        exact : one order of sums and one rounding
+        exact : use a fixed order of sums and a single rounding
         """
         pair = self._pair(rows, values)
         outs = None if out is None else [out]
@@ -188,22 +191,22 @@ class RoundRobin:
         return product
 
     def residual(self, matrix: Array, rows: Array, values: Array) -> Array:
-        """Return the matrix minus the product of the factors, in place where the library can."""
+        """Return the matrix minus the product of the factors, in place if possible."""
         return subtract_outer([matrix], *self._pair(rows, values))[0]
 
     def energy(self, before: Array, sent: Array) -> Array:
-        """Return by how much sending `sent` of the second product lowers the squared norm, 0-d."""
+        """Return by how much sending `sent` of the second product reduces the squared norm, 0-d."""
         xp = namespace(sent)
-        scale = self.scale[:, None]  # its square may be beyond float32
+        scale = self.scale[:, None]  # its square may overflow float32
         return xp.sum((sent * scale) * ((2 * before - sent) * scale))
 
     def learned(self, state: State, directions: Array, sums: Array, unit: Array) -> State:
-        """What is known of all directions after these have been sent.
+        """Return the state of all directions after these were sent.
 
-        sums, unit : whole numbers [count, channels], and what 1 stands for, in parts of the scale
+        sums, unit : integers [count, channels], and their unit, relative to the scale
         """
         xp = namespace(directions)
-        # Of integers: their squares are summed exactly, and a root has one rounding everywhere.
+        # Squares of integers are summed exactly, and a root is rounded once everywhere.
         wide = xp.astype(sums, xp.float64)
         norms = xp.sqrt(xp.sum(wide * wide, axis=1)) * xp.astype(unit, xp.float64)
         waited = xp.astype(xp.take(state["age"], self.places, axis=0), xp.float64)
@@ -212,7 +215,7 @@ class RoundRobin:
         past = xp.astype(xp.take(state["spread"], self.places, axis=0), xp.float64) * (1 - _NEWS)
         # Both products are exact, so that a fused multiply-add rounds as two operations do.
         average = past + xp.astype(news, xp.float64) * _NEWS
-        # Subnormal numbers are zero on some processors, so here they are on all.
+        # Some processors flush subnormal numbers to zero, so do it on all.
         average = xp.where(average >= _TINY, average, xp.zeros_like(average))
         basis = xp.reshape(state["basis"], (-1, self.kernels.inputs))
         basis = put(xp.asarray(basis, copy=True), self.places, directions)
@@ -225,9 +228,9 @@ class RoundRobin:
         }
 
     def embed(self, rows: Array) -> Array:
-        """Return rows [count, side] with zeros at every other frequency, [n].
+        """Pad rows [count, side] with zeros at all other frequencies, to [n].
 
-        So rows of different frequencies are orthogonal, as they are in the whole tensor.
+        This makes rows of different frequencies orthogonal, as in the whole tensor.
         """
         xp, count = namespace(rows), self.kernels.count
         frequencies = xp.arange(count, dtype=xp.int64, device=device_of(rows))
@@ -251,7 +254,7 @@ class RoundRobin:
         return ([rows], [values]) if self.kernels.last else ([values], [rows])
 
     def _tensor_directions(self, values: Array) -> Array:
-        """[count, channels] as directions of the whole tensor, [count, channels * frequencies]."""
+        """Expand [count, channels] to the whole tensor's directions, [count, channels * freqs]."""
         xp = namespace(values)
         if self.kernels.last:
             cube = values[:, :, None] * self.waves[:, None, :]
@@ -260,18 +263,18 @@ class RoundRobin:
         return xp.reshape(cube, (values.shape[0], -1))
 
 
-_KEPT = 8  # directions that a frequency keeps at least; few of all travel in a step
-_LEAST = 2.0**-5  # of the largest: what each direction is expected to bring at least
-_BITS = 15  # of a mean gradient's frequencies, where directions are sought in integers
+_KEPT = 8  # minimum number of directions kept per frequency; only a few are sent in a step
+_LEAST = 2.0**-5  # minimum expected contribution of a direction, relative to the largest
+_BITS = 15  # bits of a mean gradient's frequencies when directions are computed in integers
 
 
 class Frequencies(Method):
-    """The strongest directions of each tensor's mean gradient, each of one frequency.
+    """Sends the strongest directions of each tensor's mean gradient, each of one frequency.
 
     Parameters
     ----------
     kernels : the layout of each tensor
-    sizes : directions of each that travel in a step, 1 to frequencies times the fewer channels
+    sizes : number of directions of each sent per step, 1 to frequencies times the fewer channels
     """
 
     rounds = 2
@@ -289,7 +292,7 @@ class Frequencies(Method):
         pairs = list(zip(self.kernels, self.sizes, strict=True))
         left = [(size, kernel.outputs) for kernel, size in pairs]
         right = [(size, kernel.inputs) for kernel, size in pairs]
-        # Numbers travel divided by what is expected of them, so a tensor needs only one scale.
+        # Numbers are sent divided by their expected magnitude, so a tensor needs only one scale.
         self._left, self._right = (
             FixedPointColumns(
                 [(1, size * side) for size, side in factors],
@@ -304,13 +307,13 @@ class Frequencies(Method):
             )
             for of in (left, right)
         )
-        # Directions of each frequency: twice as many as travel if all frequencies send alike.
+        # Directions per frequency: twice as many as are sent if frequencies contribute equally.
         self._known = [
             min(kernel.outputs, kernel.inputs, max(_KEPT, -(-2 * size // kernel.count)))
             for kernel, size in pairs
         ]
         self._all = [kernel.count * n for kernel, n in zip(kernels, self._known, strict=True)]
-        # Each frequency as a tensor of its own, for the first directions.
+        # Each frequency as a separate tensor, to compute the first directions.
         matrices = [
             ((kernel.outputs, kernel.inputs), known)
             for kernel, known in zip(kernels, self._known, strict=True)
@@ -327,7 +330,7 @@ class Frequencies(Method):
         return [self._left.words(ranks), self._right.words(ranks)]
 
     def new_state(self, like: Array) -> State:
-        """Directions [n]; spread and age of each, float32; of each tensor two exponents, int32."""
+        """Return directions [n]; spread and age of each, float32; two int32 exponents a tensor."""
         xp, at = namespace(like), device_of(like)
         zeros = xp.zeros(len(self.sizes), dtype=xp.int32, device=at)
         ones = xp.ones(sum(self._all), dtype=xp.float32, device=at)
@@ -352,7 +355,7 @@ class Frequencies(Method):
         return state | {"basis": flat, "spread": xp.where(join(known), spread, state["spread"])}
 
     def rescale(self, state: State, quarters: int) -> State:
-        # Exponents stay: numbers travel divided by what is expected of them, which is `spread`.
+        # Exponents stay: numbers are sent divided by their expected magnitude, from `spread`.
         return state | {"spread": state["spread"] * float(np.float32(2.0 ** (quarters / 4)))}
 
     def step(
@@ -370,7 +373,7 @@ class Frequencies(Method):
         flat, finite = numbers(join([xp.reshape(product, (-1,)) for product in p]))
         received: Summed = yield Send(self._left.pack(flat, state["left"], ranks)[0], finite)
         sums, _, left = self._left.unpack(received.words, state["left"], ranks)
-        # Orthonormal within each frequency: what is left of the tensor follows from the factors.
+        # Orthonormal within each frequency, so that the residual follows from the factors.
         rows = _orthonormal(self._left_rows, visits, self._numbers(self._left, sums))
         triples = zip(visits, rows, matrices, strict=True)
         q, finite = numbers(join([xp.reshape(v.times_rows(p, m), (-1,)) for v, p, m in triples]))
@@ -395,7 +398,7 @@ class Frequencies(Method):
         return Outcome(residuals, means, following, xp.sum(xp.stack(energies)))
 
     def _visited(self, state: State, place: int) -> RoundRobin:
-        """Return the directions of a tensor that are expected to carry most energy."""
+        """Return the directions of a tensor with the most expected energy."""
         xp, kernels = namespace(state["spread"]), self.kernels[place]
         spread, age = (xp.astype(state[name], xp.float64) for name in ("spread", "age"))
         spread = xp.maximum(spread, xp.max(spread) * _LEAST)
@@ -416,7 +419,7 @@ def _orthonormal(
     rows: Sequence[Array],
     instead: Sequence[Array] | None = None,
 ) -> list[Array]:
-    """Rows of each tensor, [directions, side], as orthonormal ones of the same frequencies."""
+    """Orthonormalize the rows of each tensor, [directions, side], within their frequencies."""
 
     def embed(factors: Sequence[Array]) -> Array:
         return join([visit.embed(m) for visit, m in zip(visits, factors, strict=True)])
@@ -434,7 +437,7 @@ def _frequencies_of(kernels: Kernels, tensor: Array) -> tuple[list[Array], Array
     xp = namespace(tensor)
     wave = xp.round(xp.astype(waves(kernels.sides).on(tensor), xp.float64) * 2.0**_BITS)
     k, outputs, inputs = kernels.count, kernels.outputs, kernels.inputs
-    # Products of 30 bits, of which a kernel has at most 64: float64 sums them exactly.
+    # Products of 30 bits, at most 64 per kernel: float64 sums them exactly.
     if kernels.last:
         spectra = xp.reshape(tensor, (-1, k)) @ xp.permute_dims(wave, (1, 0))
         spectra = xp.permute_dims(xp.reshape(spectra, (outputs, inputs, k)), (2, 0, 1))

@@ -1,14 +1,14 @@
 """Low rank over two all-reduces of low-bit digits.
 
 PowerSGD (Vogels, Karimireddy, Jaggi 2019, algorithm 1) sums P = M Q over the ranks, makes it
-orthonormal, sums Q = M^T P, and takes P Q^T: the best approximation in the columns of P, which
-one power iteration from the last step's Q has turned towards this step's gradient. It sends
-float32. Here both sums are of digits, of 8 bits with 8 ranks, so the same bytes hold four times the
-rank: the first sum only has to find directions, and rounding errors of the second stay in the
+orthonormal, sums Q = M^T P, and uses P Q^T: the best approximation in the column space of P, which
+one power iteration from the last step's Q has rotated towards this step's gradient. It sends
+float32. Here both sums are of digits, of 8 bits with 8 ranks, so the same bytes allow four times
+the rank: the first sum only has to find directions, and rounding errors of the second stay in the
 memory.
 
-Factors are stored transposed, a column's numbers side by side: the products then read the matrix in
-the order in which it lies, which is half again as fast (docs/decisions/0036).
+Factors are stored transposed, with each column contiguous: the products then read the matrix in
+memory order, which is half again as fast (docs/decisions/0036).
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from ...ops.orthonormal import Orthonormal, most
 from ...ops.products import exact_outer, kernel, outer, subtract_outer, times_columns, times_rows
 from .base import Array, Method, Outcome, Send, State, Step, StepOptions, Summed
 
-# Of a mean gradient's numbers, where directions are sought in integers: a product of two has 30
-# bits, and float64 sums 2**23 of these exactly.
+# Bits of a mean gradient's numbers when directions are computed in integers: a product of two has
+# 30 bits, and float64 sums 2**23 of these exactly.
 _BITS = 15
 _ITERATIONS = 2  # Halko, Martinsson, Tropp 2011, algorithm 4.4
 
 
 class LowRank(Method):
-    """The best approximation of each tensor's mean gradient by a few directions.
+    """Sends the best approximation of each tensor's mean gradient by a few directions.
 
     Parameters
     ----------
     shapes : (rows, columns) of each tensor
-    sizes : directions of each, 1 to its smaller side
+    sizes : number of directions of each, 1 to its smaller side
     """
 
     rounds = 2
@@ -79,7 +79,7 @@ class LowRank(Method):
     def new_state(self, like: Array) -> State:
         xp = namespace(like)
         zeros = xp.zeros(self.left.count, dtype=xp.int32, device=device_of(like))
-        # Any directions will do, if they are the same on all ranks and do not depend on the bucket.
+        # Any directions will do that are the same on all ranks and do not depend on the bucket.
         factors = [
             np.random.default_rng(columns).integers(-127, 128, (size, columns)).astype(np.int32)
             for (_, columns), size in zip(self.shapes, self.sizes, strict=True)
@@ -92,7 +92,7 @@ class LowRank(Method):
         matrices, units = zip(*(as_integers(mean) for mean in means), strict=True)
         flat, p, q = self.find_directions(state["basis"], matrices)
         new = {"basis": flat}
-        # The first step's scales are those of the factors that these means themselves would have.
+        # The first step's scales are those of the factors of these means.
         for columns, products, name in ((self.left, p, "left"), (self.right, q, "right")):
             factors = [product * unit for product, unit in zip(products, units, strict=True)]
             peaks = columns.peaks(xp.astype(columns.join(factors), xp.float32))
@@ -104,12 +104,13 @@ class LowRank(Method):
     ) -> tuple[Array, list[Array], list[Array]]:
         """Return directions of integer matrices, [n] float32, and both products of a step.
 
-        All arithmetic is on integers, so the directions do not depend on a library's order of sums.
+        All arithmetic is on integers, so the directions do not depend on a library's summation
+        order.
 
         flat : initial directions
         matrices : integers of at most 15 bits, float64
         """
-        # The most with which `Orthonormal` is exact on the longest column.
+        # The most bits with which `Orthonormal` is exact on the longest column.
         bits = most(max(max(shape) for shape in self.shapes)).bit_length() - 1
         for _ in range(_ITERATIONS + 1):
             p = _exact_products(self.right.split(flat), [matrix_transpose(m) for m in matrices])
@@ -132,7 +133,7 @@ class LowRank(Method):
         outs: Sequence[Array] | None = None,
     ) -> Step:
         xp, ranks = namespace(matrices[0]), options.ranks
-        # P = M Q. Nothing is remembered of its rounding: that only turns the directions a little.
+        # P = M Q. Its rounding error is not remembered: it only rotates the directions a little.
         p, finite = numbers(times_rows(self.right.split(state["basis"]), matrices))
         received: Summed = yield Send(self.left.pack(p, state["left"], ranks)[0], finite)
         sums, _, left_exponents = self.left.unpack(received.words, state["left"], ranks)
@@ -143,11 +144,11 @@ class LowRank(Method):
         received = yield Send(words, finite)
         sums, unit, right_exponents = self.right.unpack(received.words, state["right"], ranks)
         mean = self.right.split(xp.astype(sums, xp.float32) * (unit * received.poison))
-        # Less what was sent of Q, and not Q: so its rounding error stays in the memory.
+        # Subtract what was sent of Q rather than Q, so that its rounding error stays in the memory.
         residuals = subtract_outer(matrices, p_of, self.right.split(sent))
         means = exact_outer(p_of, mean, outs) if options.exact else outer(p_of, mean, outs)
         new = {
-            # The old directions where the gradient has fewer than these.
+            # The old directions replace missing ones, if the gradient has lower rank.
             "basis": self.right_rows(sums, state["basis"]),
             "left": left_exponents,
             "right": right_exponents,
@@ -164,12 +165,12 @@ class LowRank(Method):
         added: Sequence[Array | None] | None,
         outs: Sequence[Array] | None,
     ) -> Step:
-        """The step by the extension, which has to have kernels; with the same bits.
+        """Run the step in the extension, which must have kernels; bit-identical to `step`.
 
-        Unlike `step` it adds the memories itself; of NumPy arrays, [n] float32. See Bucket.step.
+        Unlike `step` it adds the memories itself. For NumPy arrays, [n] float32; see Bucket.step.
         """
-        # Between its products a step is some hundred operations on small arrays, and in a small
-        # net calling them takes longer than what they do: 3 ms of a step whose products take 0.5.
+        # Besides its products a step has some hundred operations on small arrays, and in a small
+        # net the call overhead dominates: 3 ms in a step whose products take 0.5.
         core, left, right, basis = _native.core(), state["left"], state["right"], state["basis"]
         fastest, ranks = kernel(core), options.ranks
         tables = self._tables.get(ranks) or self._tables.setdefault(ranks, _Tables(self, ranks))
@@ -202,7 +203,7 @@ class LowRank(Method):
 
 
 class _Tables:
-    """Arguments of the extension's calls that follow from the tensors and the number of ranks."""
+    """Arguments of the extension's calls that depend only on the tensors and number of ranks."""
 
     def __init__(self, method: LowRank, ranks: int) -> None:
         pairs = zip(method.shapes, method.sizes, strict=True)
@@ -213,14 +214,14 @@ class _Tables:
 
 
 def _side(columns: FixedPointColumns, ranks: int, over: int) -> tuple[Any, ...]:
-    """One side's tables for the extension; a digit's unit is divided by `over` ranks."""
+    """Return one side's tables for the extension; a digit's unit is divided by `over` ranks."""
     digits = columns.digits(ranks)
     units = unit_table(digits.limit, over).host
     return columns.sides, COVERED.host, units, LOWEST, digits.bits, float(digits.limit)
 
 
 def _words(total: Summed) -> Array:
-    """The sum as the extension reads it; a rim may bring another array of a host."""
+    """Convert the sum for the extension; a rim may pass another kind of host array."""
     return np.ascontiguousarray(to_host(total.words), np.int32)
 
 
@@ -234,7 +235,7 @@ def as_integers(mean: Array) -> tuple[Array, Array]:
 
 
 def _exact_products(factors: Sequence[Array], matrices: Sequence[Array]) -> list[Array]:
-    """Factor @ matrix, with factors rounded to 2**-15: exact in float64, in any order of sums."""
+    """Return factor @ matrix, factors rounded to 2**-15: exact in float64, in any order of sums."""
     xp = namespace(matrices[0])
     return [
         xp.round(xp.astype(factor, xp.float64) * 2.0**_BITS) @ matrix * 2.0**-_BITS
@@ -243,6 +244,6 @@ def _exact_products(factors: Sequence[Array], matrices: Sequence[Array]) -> list
 
 
 def _rounded(factors: Sequence[Array], bits: int) -> Array:
-    """[size] directions as integers of `bits` bits, each row on a scale of its own."""
+    """Round directions to integers of `bits` bits, [size], with a scale per row."""
     xp = namespace(factors[0])
     return join([xp.reshape(integers(factor, bits)[0], (-1,)) for factor in factors])

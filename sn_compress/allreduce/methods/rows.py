@@ -1,14 +1,14 @@
-"""Rows: those rows of a matrix that all ranks send, agreed on a step ahead.
+"""Rows: all ranks send the same rows of a matrix, agreed on one step ahead.
 
-The gradient of an embedding has few rows that are not zero, others in every step: it has no low
-rank, and the rows that one rank would pick are not another's. But a sum can carry positions: each
-rank writes its picks into a slot of the words that the others leave at zero. That they hold for the
-next step does no harm, as a row is picked for what of it is in the memory. Room that the picks
-leave goes to rows that were large in past means, and to those that have waited longest.
+The gradient of an embedding has few nonzero rows, which differ in every step: it has no low rank,
+and ranks would pick different rows. But a sum can carry positions: each rank writes its picks to a
+slot of the words that the others leave at zero. The picks apply to the next step, which does no
+harm, as rows are picked by their residual in the memory. Remaining capacity goes to rows that were
+large in past means, and to those that have waited longest.
 
-Which rows are sent follows from what all ranks share, by operations that every library rounds
-alike: maxima, and roots, products and quotients of float64. The average of past means has weights
-of few bits, so that its products are exact, and a fused multiply-add rounds as two operations do.
+Which rows are sent follows from shared state, by operations that all libraries round alike: maxima,
+and float64 roots, products and quotients. The moving average of past means has weights of few bits,
+so that its products are exact, and a fused multiply-add rounds like two operations.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ...ops.bits import agreed_rows, own_slot, read_positions, slot_words
 from ...ops.fixed_point import FixedPointColumns, shifted
 from .base import Array, Method, Outcome, Send, State, Step, StepOptions, Summed
 
-_NEWS = 5 / 16  # weight of the last mean in the average of past ones; of three bits, so exact
+_NEWS = 5 / 16  # weight of the last mean in the moving average; has three bits, so exact
 _TINY = 2.0**-126  # the smallest normal float32
 _MOST = 2**31 - 2  # rows
 
 
 class Rows(Method):
-    """As many rows of each tensor's mean gradient as ranks times the tensor's size.
+    """Sends ranks * size rows of each tensor's mean gradient.
 
     Parameters
     ----------
     shapes : (rows, columns) of each tensor; with one column, single values are sent
-    sizes : rows of each that a rank names in a step, 1 to all
+    sizes : number of rows of each that a rank names per step, 1 to all
     """
 
     rounds = 1
@@ -62,7 +62,7 @@ class Rows(Method):
         return [_columns(self.shapes, self.sizes, ranks).words(ranks) + slots]
 
     def new_state(self, like: Array) -> State:
-        """An exponent for each tensor, int32; for each row spread, age float32, named bool."""
+        """Return an int32 exponent per tensor; per row spread and age, float32, and named, bool."""
         xp, rows, at = namespace(like), sum(rows for rows, _ in self.shapes), device_of(like)
         return {
             "exponents": xp.zeros(len(self.shapes), dtype=xp.int32, device=at),
@@ -72,7 +72,7 @@ class Rows(Method):
         }
 
     def begin(self, state: State, means: Sequence[Array]) -> State:
-        # A tensor's numbers share one scale: the largest of its rows' peaks is that of all.
+        # A tensor's numbers share one scale: the largest of its rows' peaks.
         scales = FixedPointColumns([(1, rows) for rows, _ in self.shapes])
         peaks = scales.join([_finite_or_zeros(_peaks(mean)) for mean in means])
         exponents = scales.expected(scales.peaks(peaks), state["exponents"])
@@ -97,7 +97,7 @@ class Rows(Method):
             )
         xp = namespace(matrices[0])
         columns = _columns(self.shapes, self.sizes, ranks)
-        # The rows of this step follow from shared state: all ranks have the same, in one order.
+        # The rows of this step follow from shared state: the same on all ranks, in the same order.
         at = []
         for piece, shape, size in zip(self._of, self.shapes, self.sizes, strict=True):
             spread, age, named = (state[name][piece] for name in ("spread", "age", "named"))
@@ -109,8 +109,8 @@ class Rows(Method):
         flat = xp.where(finite, flat, xp.zeros_like(flat))
         words, quantized = columns.pack(flat, state["exponents"], ranks)
         rounding = columns.split(flat - quantized)
-        # What is left in the matrices is the residual: each rank picks its largest rows by it, for
-        # the next step.
+        # What remains in the matrices is the residual, by which each rank picks its largest rows
+        # for the next step.
         slots, residuals = [], []
         for place, (matrix, rows) in enumerate(zip(matrices, at, strict=True)):
             unsent = xp.reshape(rounding[place], (-1, matrix.shape[1]))
@@ -129,7 +129,7 @@ class Rows(Method):
             means.append(put(out, rows, values))
             end = start + slots[place].shape[0]
             slots_of = xp.reshape(received.words[start:end], (ranks, -1))
-            # The slot of a rank that has joined is all zeros, and names no rows.
+            # The slot of a joined rank is all zeros, and names no rows.
             named = read_positions(slots_of, self.sizes[place], matrix.shape[0])
             new.append({**self._learned(state, place, rows, values), "named": named})
             start = end
@@ -138,17 +138,17 @@ class Rows(Method):
         return Outcome(residuals, means, {"exponents": exponents, **following}, sent)
 
     def _learned(self, state: State, place: int, at: Array, values: Array) -> State:
-        """What is known of a tensor's rows after the means, `values`, of some have been sent."""
+        """Return spread and age of a tensor's rows after the means `values` of some were sent."""
         xp = namespace(values)
         spread, age = state["spread"][self._of[place]], state["age"][self._of[place]]
-        # A row that has waited t steps brings the sum of as many gradients: as of noise, it is
-        # expected to be the root of t times as large as that of one.
+        # A row that has waited t steps is the sum of t gradients: for noise, its expected magnitude
+        # is sqrt(t) times that of one.
         waited = xp.astype(xp.take(age, at, axis=0), xp.float64)
         news = xp.astype(xp.astype(_peaks(values), xp.float64) / xp.sqrt(waited), xp.float32)
         past = xp.astype(xp.take(spread, at, axis=0), xp.float64) * (1 - _NEWS)
         average = past + xp.astype(news, xp.float64) * _NEWS
         spread, age = xp.asarray(spread, copy=True), age + 1
-        # A row that stays small would end in subnormal numbers: zeros on some processors.
+        # A row that stays small would become subnormal, which some processors flush to zero.
         some = average >= _TINY
         news = xp.astype(xp.where(some, average, xp.zeros_like(average)), xp.float32)
         return {
@@ -161,7 +161,7 @@ class Rows(Method):
 def _columns(
     shapes: tuple[tuple[int, int], ...], sizes: tuple[int, ...], ranks: int
 ) -> FixedPointColumns:
-    """How the numbers of the rows travel: one scale for those of a tensor."""
+    """Return the fixed-point format of the rows: one scale per tensor."""
     pairs = zip(shapes, sizes, strict=True)
     return FixedPointColumns([(1, _count(shape, size, ranks) * shape[1]) for shape, size in pairs])
 
@@ -171,7 +171,7 @@ def _count(shape: tuple[int, int], size: int, ranks: int) -> int:
 
 
 def _peaks(matrix: Array) -> Array:
-    """The largest magnitude of each row: unlike a norm, the same on every machine."""
+    """Return the largest magnitude of each row: unlike a norm, the same on every machine."""
     xp = namespace(matrix)
     return xp.max(xp.abs(matrix), axis=1)
 

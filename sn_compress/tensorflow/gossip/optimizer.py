@@ -4,13 +4,13 @@
     model.compile(optimizer, loss, jit_compile=False)
     model.fit(shard_of_this_rank, callbacks=[Consensus()])
 
-The rules are those of sn_compress.torch.gossip. Messages are Horovod's alltoall with splits that
-are zero but for one partner: an op of the graph. With overlap it needs nothing but the weights from
-before the step, so TensorFlow runs it beside the forward and backward pass. What a codec makes of
-messages runs in NumPy, in the middle of the graph.
+The algorithm is that of sn_compress.torch.gossip. Messages are sent by Horovod's alltoall, an op of
+the graph, with splits that are zero except for one partner. With overlap it depends only on the
+weights from before the step, so TensorFlow runs it in parallel with the forward and backward pass.
+Codecs run in NumPy, as Python functions within the graph.
 
-The optimizer that is passed changes its class to a subclass of its own, as in
-sn_compress.tensorflow.keras: its settings, variables and what Keras saves stay as they were.
+The class of the optimizer passed is changed to a subclass, as in sn_compress.tensorflow.keras: its
+settings, variables and what Keras saves stay the same.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ __all__ = ["Consensus", "GossipOptimizer"]
 
 
 class Gossip:
-    """How one optimizer gossips: tables by step, and the copies that a codec needs."""
+    """The gossip of one optimizer: tables of partners by step, and the copies a codec needs."""
 
     def __init__(self, settings: GossipSettings, process_set: Any) -> None:
         self.settings, self.process_set = settings, process_set
         self.rank, self.ranks = process_set.rank(), process_set.size()
         graph = settings.graph(self.ranks)
-        # A graph looks partners up by step in a table, so they have to repeat.
+        # The graph looks up partners by step in a table, so they must be periodic.
         if graph.rotate:
             raise CompressError(
                 f"got topology {graph!r}; expected one that does not rotate, under TensorFlow"
@@ -53,14 +53,14 @@ class Gossip:
         self._targets = np.array([partner.target for partner in partners])
         self._weights = np.array([partner.weight for partner in partners], np.float32)
         self.copies: Differences | None = None
-        # Created outside of any trace, and not as Keras's variables, which it would save.
+        # Created outside of any trace, and not as Keras variables, which Keras would save.
         self.spread = tf.Variable(np.nan, dtype=tf.float64, trainable=False)  # not measured yet
         self.averages = tf.Variable(0, dtype=tf.int64, trainable=False)
         self.average_bytes = tf.Variable(0, dtype=tf.int64, trainable=False)
         self._prefix = message_prefix("gossip", process_set)
 
     def build(self, variables: Sequence[Any]) -> None:
-        """All ranks get the weights of rank 0; CompressError unless they have the same settings."""
+        """Give all ranks the weights of rank 0; CompressError unless their settings are equal."""
         sets = self.process_set
 
         def total(name: str, words: Any) -> Any:
@@ -95,7 +95,7 @@ class Gossip:
             wire, sent = tf.numpy_function(self._pack, [flat, target], (tf.uint8, tf.float32))
         else:
             wire, sent = flat, flat
-        # A rank that sits out is its own target, and takes part with nothing: all ranks have to.
+        # An idle rank is its own target, and takes part with nothing, as all ranks must.
         active = tf.cast(target != self.rank, tf.int32)
         wire = wire[: tf.size(wire) * active]
         splits = tf.one_hot(target, self.ranks, dtype=tf.int32) * tf.size(wire)
@@ -104,7 +104,7 @@ class Gossip:
         )
         if coded:
             received = tf.numpy_function(self._unpack, [received, source], tf.float32)
-        # A rank that sits out receives nothing and adds nothing.
+        # An idle rank receives nothing and adds nothing.
         received = tf.cond(tf.size(received) > 0, lambda: received, lambda: sent)
         n = sum(sizes)
         delta = weight * self.settings.factor * (tf.reshape(received, [n]) - tf.reshape(sent, [n]))
@@ -114,19 +114,19 @@ class Gossip:
     def _pack(self, values: Any, target: Any) -> tuple[Any, Any]:
         assert self.copies is not None
         wire, copy = self.copies.begin(values, int(target), self.rank)
-        return wire, copy.copy()  # the next message to this target changes it in place
+        return wire, copy.copy()  # the next message to this target changes the original in place
 
     def _unpack(self, wire: Any, source: Any) -> Any:
         assert self.copies is not None
         return self.copies.unpack(wire, int(source)) if wire.size else np.empty(0, np.float32)
 
     def measure(self, variables: Sequence[Any], step: Any) -> None:
-        """Every `every` steps, measure the spread; take the mean of all ranks above the limit."""
+        """Every `every` steps measure the spread; if it is above the limit, take the exact mean."""
         interval, limit = self.settings.every, self.settings.limit
         if not interval:
             return
-        # Both are alike on all ranks, as the spread is of a sum over them: where one began an
-        # all-reduce alone, it would wait for good.
+        # Both conditions are equal on all ranks, as the spread comes from a sum over them: a rank
+        # that started an all-reduce alone would hang.
         turn = step % interval == 0
         over = tf.cond(turn, lambda: self._over_limit(variables), lambda: tf.constant(False))
         if limit is not None:
@@ -154,7 +154,7 @@ class Gossip:
         return tf.constant(False) if limit is None else self.spread > limit
 
     def consensus(self, weights: Sequence[Any], also: Sequence[Any] = ()) -> Any:
-        """Give all ranks the mean of these variables; copies begin anew from the weights."""
+        """Give all ranks the mean of these variables; copies restart from the weights."""
         variables = [*weights, *also]
         values = [tf.cast(tf.convert_to_tensor(v), _wide(v)) for v in variables]
         means = hvd.grouped_allreduce(
@@ -171,7 +171,7 @@ class Gossip:
         return tf.numpy_function(self._restart, [flattened(weights)], tf.int32)
 
     def _restart(self, values: Any) -> Any:
-        # Copies are what partners hold of each other, and all of them hold the mean now.
+        # All ranks have the mean now, so all copies restart from it.
         assert self.copies is not None
         self.copies.restart(values)
         return np.int32(0)
@@ -182,14 +182,14 @@ def _wide(variable: Any) -> Any:
 
 
 def flattened(tensors: Sequence[Any]) -> Any:
-    """All values as float32, [n]."""
+    """Concatenate all values as float32, [n]."""
     return tf.concat(
         [tf.reshape(tf.cast(tf.convert_to_tensor(t), tf.float32), [-1]) for t in tensors], 0
     )
 
 
 class _Gossiping:
-    """What an optimizer gains; the first base of its new class."""
+    """Methods added to an optimizer; the first base of its new class."""
 
     _sn: Gossip
 
@@ -209,15 +209,15 @@ class _Gossiping:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
         if not self.built:  # type: ignore[has-type]
-            # Keras builds it in its `apply`; with overlap the weights are sent before that.
+            # Keras would build it in `apply`; with overlap the weights are sent before that.
             with tf.init_scope():
                 self.build(list(trainable_variables))
             self.built = True
         variables = list(self._trainable_variables)  # type: ignore[attr-defined]
-        # As Keras counts calls: the same on all ranks, and saved with the optimizer. Copied before
-        # `apply` counts this one.
+        # Keras's own count of calls: the same on all ranks, and saved with the optimizer. Copied
+        # before `apply` counts this call.
         step = tf.identity(self._iterations.value)  # type: ignore[attr-defined]
-        # Of the weights before the update, so that the exchange runs beside the backward pass.
+        # With overlap, send the weights from before the update, in parallel with the backward pass.
         if settings.overlap:
             deltas = gossip.deltas(variables, step, "w")
             super().apply(grads, trainable_variables)  # type: ignore[misc]
@@ -231,8 +231,8 @@ class _Gossiping:
         gossip.measure(variables, step)
 
     def _momenta(self) -> list[Any]:
-        """The optimizer's own variables of the shapes of its parameters, such as momentum."""
-        # By shape, as each optimizer of Keras has attributes of its own for them.
+        """Return the optimizer's own variables with the shapes of its parameters, e.g. momentum."""
+        # By shape, as each Keras optimizer has different attributes for them.
         shapes = {tuple(v.shape) for v in self._trainable_variables}  # type: ignore[attr-defined]
         floats = (v for v in self.variables if "float" in str(v.dtype))  # type: ignore[attr-defined]
         return [v for v in floats if len(v.shape) and tuple(v.shape) in shapes]
@@ -284,7 +284,7 @@ class _Gossiping:
 class Consensus(keras.callbacks.Callback):  # type: ignore[misc]
     """Take the exact mean of all ranks before each validation and at the end of each epoch.
 
-    Put it before callbacks that save the model. The averages of batch normalisation are averaged.
+    Put it before callbacks that save the model. Batch normalisation statistics are averaged too.
     """
 
     def on_test_begin(self, logs: Any = None) -> None:
@@ -302,7 +302,7 @@ class Consensus(keras.callbacks.Callback):  # type: ignore[misc]
 
 
 def ranks_of(process_set: Any) -> Any:
-    """The process set, by default that of all ranks; CompressError if this rank is not in it."""
+    """Return the process set, by default of all ranks; CompressError if this rank is not in it."""
     peers = hvd.global_process_set if process_set is None else process_set
     if not peers.included():
         raise CompressError(f"this rank is not in {peers}; expected a process set that has it")
@@ -321,12 +321,12 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     every: int = 10,
     process_set: Any = None,
 ) -> Any:
-    """Make a Keras optimizer average with one other rank per step. It is returned, changed.
+    """Make a Keras optimizer average weights with one other rank per step; changed and returned.
 
-    Parameters, and what the optimizer gains, are those of sn_compress.torch.gossip.GossipOptimizer;
-    there is one message a step for all weights. With a topology that rotates, CompressError: the
-    graph would need a table without an end. `state_dict()` holds the copies of a codec; all else is
-    in Keras's variables.
+    Parameters and added methods are those of sn_compress.torch.gossip.GossipOptimizer; all weights
+    are sent in one message per step. Rotating topologies raise CompressError: the graph would need
+    an infinite table. `state_dict()` returns the copies of a codec; all else is in Keras's
+    variables.
     """
     kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     if not isinstance(optimizer, keras.optimizers.Optimizer) or isinstance(optimizer, _Gossiping):

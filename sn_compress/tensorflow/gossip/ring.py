@@ -1,4 +1,4 @@
-"""ring_shuffle for TensorFlow: a tf.data.Dataset whose used batches go to the next rank.
+"""ring_shuffle for TensorFlow: a tf.data.Dataset that passes used batches on to the next rank.
 
 batches = ring_shuffle(images, labels, batch_size=64)
 model.fit(batches, epochs=8)
@@ -20,10 +20,10 @@ from .optimizer import ranks_of
 
 
 def ring_shuffle(*arrays: Any, batch_size: int, seed: int = 0, process_set: Any = None) -> Any:
-    """A tf.data.Dataset of this rank's shard, of which each used batch goes to the next rank.
+    """Return a tf.data.Dataset of this rank's shard that passes used batches on to the next rank.
 
     Parameters are those of sn_compress.torch.gossip.ring_shuffle. Each iteration over it is one
-    epoch; all ranks have to iterate alike.
+    epoch; all ranks must iterate in the same way.
 
     Returns a Dataset of tuples of batches; its attribute `ring` has state_dict() and
     load_state_dict(), between epochs.
@@ -34,7 +34,7 @@ def ring_shuffle(*arrays: Any, batch_size: int, seed: int = 0, process_set: Any 
     count = tf.constant([len(fields[0]) if fields else 0])
     counts = hvd.allgather(count, name=f"{name}.counts", process_set=peers) if ranks > 1 else count
     ring = Ring(fields, counts=counts.numpy().tolist(), rank=rank, batch_size=batch_size, seed=seed)
-    # One thread, in which Horovod's blocking call waits while the batch is used.
+    # One thread for Horovod's blocking call, while the batch is used.
     sender = ThreadPoolExecutor(1, thread_name_prefix=name)
     splits = tf.one_hot((rank + 1) % ranks, ranks, dtype=tf.int32) * ring.wire_bytes
 

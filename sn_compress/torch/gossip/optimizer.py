@@ -9,8 +9,8 @@ averaged, both from after the step or, with overlap, both from before it (Lian e
     overlap=False   w <- mix(w_i - u_i, w_j - u_j)
     overlap=True    w <- mix(w_i, w_j) - u_i          sent while the next gradient is computed
 
-Both are applied as a difference, w + weight * (received - sent), so the mean over the ranks is what
-it would have been, whatever the optimizer makes of w in between.
+Both are applied as a difference, w + weight * (received - sent), so the mean over the ranks is
+preserved, whatever the optimizer does to w in between.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 class _Gossiping:
-    """What an optimizer gains; the first base of its new class."""
+    """Methods added to an optimizer; the first base of its new class."""
 
     _sn: Gossip
-    # Makes a GradScaler call step() even where it found Inf: the partner waits for the weights.
+    # Makes a GradScaler call step() even if it found Inf: the partner waits for the weights.
     _step_supports_amp_scaling = True
 
     def step(self, closure: Any = None) -> Any:
@@ -69,14 +69,14 @@ class _Gossiping:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with reading("the saved state of the optimizer"):
-            held(state_dict)  # before torch copies what a file may only claim to hold
+            held(state_dict)  # before torch copies: a file may declare more than it contains
             state = {key: value for key, value in state_dict.items() if key != "gossip"}
             gossip = self._sn.read(state_dict.get("gossip"))
             super().load_state_dict(state)  # type: ignore[misc]
         self._sn.take(gossip)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        # Its partners know of no copy. Of its state only what torch's own optimizer has is copied.
+        # Partners do not know about copies. Only the state of torch's own optimizer is copied.
         plain = type(self).__bases__[1]
         _log.warning(
             "a copy of this %s is a plain one, which exchanges nothing with other ranks: wrap it "
@@ -105,43 +105,43 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     process_set: Any = None,
     group: Any = None,
 ) -> Any:
-    """Make an optimizer average with one other rank per step. It is returned, changed.
+    """Make an optimizer average weights with one other rank per step; it is changed and returned.
 
-    All ranks then have the weights of rank 0. Evaluate, and save, what `consensus()` leaves.
+    All ranks first get the weights of rank 0. Evaluate and save the weights after `consensus()`.
 
     Parameters
     ----------
-    optimizer : of torch; it keeps its state, schedulers may be made before or after
-    topology : a name (see sn_compress.gossip.topology), or a Topology for as many ranks
-    momentum : 0, or every how many steps the optimizer's own tensors, such as momentum, are
-        averaged with the partner's as well; `consensus()` always does
+    optimizer : torch optimizer; it keeps its state, and schedulers may be created before or after
+    topology : a name (see sn_compress.gossip.topology), or a Topology for this number of ranks
+    momentum : average the optimizer's own tensors, such as momentum, with the partner's every this
+        many steps; 0: never. `consensus()` always does
     overlap : True sends weights while the next gradient is computed
-    codec : of differences of weights; or a function from a shape to a codec. Needs two copies of
+    codec : for differences of weights; or a function from a shape to a codec. Needs two copies of
         the model on the host for each partner
-    pull : factor on the mixing weight with a codec, in (0, 1]
-    limit : of the spread, above which all ranks take the exact mean; None: never by itself
-    every : steps from one measure of the spread to the next, a sum of 258 numbers; 0: none
+    pull : factor on the mixing weight when there is a codec, in (0, 1]
+    limit : if the spread exceeds it, all ranks take the exact mean; None: never automatically
+    every : steps between measurements of the spread, each a sum of 258 numbers; 0: none
     bucket_bytes : largest message, unless a single tensor is larger
-    wait_s : seconds to wait for other ranks, then CompressError; with a group of fewer than all
-        ranks, its own time-out
-    process_set, group : of Horovod or of torch.distributed; None: all ranks of what is initialised.
-        A group of fewer than all ranks carries nothing else of gossip: make one for each optimizer.
-        A group may also be an object with the methods of sn_compress.torch.gossip.peers.Peers
+    wait_s : seconds to wait for other ranks before CompressError; a group of fewer than all ranks
+        uses its own timeout
+    process_set, group : of Horovod or of torch.distributed; None: all ranks of the one that is
+        initialised. A group of fewer than all ranks can serve one optimizer only: create one for
+        each. A group may also be an object with the methods of sn_compress.torch.gossip.peers.Peers
 
     Returns
     -------
-    The optimizer, with in addition
+    The optimizer, which additionally has
     consensus(also=()) : give all ranks the exact mean of weights and of the optimizer's tensors;
-        `also` are other tensors, such as model.buffers(), of which the floats are averaged. On all
+        `also` are other tensors, such as model.buffers(), whose floats are averaged. Call it on all
         ranks at the same step
-    spread : the last measure, or None: root mean square distance to the mean over the norm of the
-        weights, to some 4 %
-    report() : steps; bytes_per_step this rank sent to partners; averages: how often the exact mean
-        was taken, and average_bytes, what this rank added to their sums so far; other_bytes, so
-        far, to give all the first weights, to agree, and to measure the spread
+    spread : the last measurement, or None: root mean square distance to the mean over the norm of
+        the weights, within some 4 %
+    report() : steps; bytes_per_step sent by this rank to partners; averages, the number of exact
+        means taken; average_bytes, what this rank has added to their sums; other_bytes, the total
+        for broadcasting the first weights, agreeing, and measuring the spread
 
-    Raises CompressError for settings that are not legal, or, on every rank, not the same
-    everywhere; at the first step for weights that are not.
+    Raises CompressError for illegal settings, and on every rank if settings differ; at the first
+    step if weights differ.
     """
     if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, _Gossiping):
         raise CompressError(
@@ -161,10 +161,10 @@ def GossipOptimizer(  # noqa: N802 - named as Horovod names its own
     optimizer._sn = Gossip(optimizer, peers, settings, bucket_bytes)
     same_name = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     optimizer.__class__ = type(cls.__name__, (_Gossiping, cls), same_name)
-    # A scheduler made before has put a step into the object, which would hide that of the class.
+    # An earlier scheduler has set `step` on the instance, which would hide that of the class.
     if (own := vars(optimizer).get("step")) is not None:
 
-        @wraps(own)  # keeps the mark by which the scheduler knows it
+        @wraps(own)  # keeps the attribute by which the scheduler recognizes it
         def step(closure: Any = None) -> Any:
             return optimizer._sn.step(own, closure)
 

@@ -1,9 +1,9 @@
 """Messages between partners for torch: Horovod's alltoall, or torch.distributed point to point.
 
-Horovod has no send and receive. Its alltoall with splits that are zero but for one partner moves
-the same bytes; all ranks agree on it first, so one that is late holds up all. Process sets of two
-would make one communicator per pair, and cannot do what is not a pair. torch.distributed sends and
-receives, and asks nobody but the partner.
+Horovod has no send and receive. An alltoall whose splits are zero except for one partner moves the
+same bytes, but all ranks negotiate it first, so a late rank delays all. Process sets of two would
+need a communicator per pair, and only work if the exchange is in pairs. torch.distributed has send
+and receive, which involve only the partner.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ from ...gossip.settings import message_prefix
 from ...gossip.topology import Partner
 
 Wait = Callable[[], Any]
-_taken: WeakSet[Any] = WeakSet()  # groups that carry somebody's messages
+_taken: WeakSet[Any] = WeakSet()  # groups in use by a gossip optimizer or loader
 
 
 @runtime_checkable
 class Peers(Protocol):
-    """All ranks of a run, seen from one. Every rank makes the same calls in the same order."""
+    """All ranks of a run, as seen by one. Every rank makes the same calls in the same order."""
 
     rank: int
     ranks: int
 
     def prefix(self, kind: str) -> str:
-        """What one object's message names begin with: the same on all ranks, and no other's."""
+        """Return a prefix for one object's message names: unique, and the same on all ranks."""
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
-        """Start sending [m] uint8 to a target; the function returned waits for the source's."""
+        """Start sending [m] uint8 to the target; the result waits for the source's message."""
 
     def sum(self, name: str, tensor: Any) -> Wait:
-        """Start a sum over the ranks; the function returned waits for it."""
+        """Start a sum over the ranks; the result waits for it."""
 
     def broadcast(self, name: str, tensor: Any, root: int) -> None:
         """Set a tensor, in place, to its values on rank `root`."""
 
 
 class HorovodPeers:
-    """The ranks of a process set of Horovod."""
+    """The ranks of a Horovod process set."""
 
     def __init__(self, process_set: Any = None, *, wait_s: float = WAIT_S) -> None:
         import horovod.torch as hvd
@@ -66,7 +66,7 @@ class HorovodPeers:
         return message_prefix(kind, self._set)
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
-        """See Peers. A rank that sits out takes part, with nothing."""
+        """See Peers. An idle rank takes part, with nothing to send."""
         splits = torch.zeros(self.ranks, dtype=torch.int32)
         if partner.target != self.rank:
             splits[partner.target] = wire.numel()
@@ -100,17 +100,17 @@ class HorovodPeers:
 
 
 class GroupPeers:
-    """The ranks of a group of torch.distributed.
+    """The ranks of a torch.distributed group.
 
-    group : None or one of all ranks: messages get a new group. One of fewer ranks carries them
-        itself, and nothing else
+    group : None or a group of all ranks: messages get a new group. A group of fewer ranks carries
+        the messages itself, and must carry nothing else
 
-    torch.distributed tells messages apart by their order alone: a second optimizer in the same
-    group could receive, or wait for ever for, what the first has under way. For fewer than all
-    ranks no group can be created here: torch names it by how many groups a rank is in, which need
-    not be equal on all of its ranks, and then they never meet.
+    torch.distributed distinguishes messages only by their order: a second optimizer in the same
+    group could receive the first one's messages, or hang. For fewer than all ranks a new group
+    cannot be created here: torch names it by the number of groups a rank is in, which may differ
+    between its ranks, and then they would never connect.
 
-    Raises CompressError if another object sends over the group already.
+    Raises CompressError if another object already uses the group.
     """
 
     def __init__(self, group: Any = None, *, wait_s: float = WAIT_S) -> None:
@@ -133,32 +133,32 @@ class GroupPeers:
             _taken.add(group)
             self._group = group
         self.rank, self.ranks = dist.get_rank(self._group), dist.get_world_size(self._group)
-        # NCCL makes a group's communicator at its first use, which must have all ranks in it.
+        # NCCL creates a group's communicator on first use, which must involve all its ranks.
         with self._limit("a barrier of their group"):
             dist.barrier(self._group)
 
     @contextmanager
     def _limit(self, what: str) -> Iterator[None]:
-        """CompressError, which says what was waited for, where torch says that it timed out."""
+        """Convert torch's timeout errors to a CompressError that says what was waited for."""
         try:
             yield
         except RuntimeError as error:
-            # torch has no type for it, and its back ends have words of their own each.
+            # torch has no type for timeouts, and each back end words them differently.
             if "timed out" not in str(error).lower() and "timeout" not in str(error).lower():
                 raise
             raise CompressError(waited_message(what, self._wait_s)) from error
 
     def prefix(self, kind: str) -> str:
-        """See Peers. No other object sends over the group, so names tell nothing."""
+        """See Peers. No other object uses the group, so names need not be unique."""
         return kind
 
     def exchange(self, name: str, wire: Any, partner: Partner) -> Wait:
-        """See Peers. Both directions in one batch, or NCCL could wait for ever."""
+        """See Peers. Both directions in one batch, or NCCL could deadlock."""
         if partner.target == self.rank:
             return lambda: wire[:0]
         dist, device = self._dist, wire.device
         if self._group._get_backend(device).name() == "gloo":
-            wire = wire.cpu()  # Gloo reduces tensors of a GPU, and sends those of the host only
+            wire = wire.cpu()  # Gloo can reduce GPU tensors, but sends only CPU tensors
         received = torch.empty_like(wire)
         source, target = (
             dist.get_global_rank(self._group, r) for r in (partner.source, partner.target)
@@ -198,15 +198,15 @@ class GroupPeers:
 
 
 def find_peers(process_set: Any, group: Any, *, wait_s: float = WAIT_S) -> Peers:
-    """The peers of a process set or group, else of all ranks of what has been initialised.
+    """Return the peers of a process set or group, or all ranks of the library initialised.
 
-    Raises CompressError if that is neither Horovod nor torch.distributed, or both.
+    Raises CompressError if neither Horovod nor torch.distributed is initialised, or both are.
     """
     if isinstance(group, Peers):
         return group
     if process_set is not None and group is not None:
         raise CompressError("got process_set and group; expected one: Horovod's, or torch's")
-    # Not imported here: who uses the one need not have the other.
+    # Not imported here: users of torch.distributed need not have Horovod.
     hvd = sys.modules.get("horovod.torch")
     horovod = hvd is not None and hvd.is_initialized()
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""ring_shuffle for torch: a data set whose used batches go to the next rank.
+"""ring_shuffle for torch: a data set that passes each used batch on to the next rank.
 
 loader = DataLoader(ring_shuffle(images, labels, batch_size=64), batch_size=None)
 """
@@ -19,7 +19,7 @@ from .peers import find_peers
 
 
 class RingShuffle(IterableDataset):  # type: ignore[misc]
-    """What ring_shuffle returns."""
+    """The data set that ring_shuffle returns."""
 
     def __init__(self, ring: Ring, peers: Any, name: str) -> None:
         super().__init__()
@@ -42,17 +42,17 @@ class RingShuffle(IterableDataset):  # type: ignore[misc]
     def _send(self, step: int, wire: Any) -> Callable[[], Any]:
         if self._peers.ranks == 1:
             return lambda: wire
-        name = f"{self._name}.{step % 2}"  # one may still be under way
+        name = f"{self._name}.{step % 2}"  # the previous message may still be in flight
         wait = self._peers.exchange(name, torch.from_numpy(wire), self._partner)
         return lambda: wait().numpy()
 
     def state_dict(self) -> dict[str, Any]:
-        """Shard and epoch, for torch.save."""
+        """Return shard and epoch, for torch.save."""
         state = self.ring.state_dict()
         return state | {"fields": [torch.from_numpy(field) for field in state["fields"]]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take over what state_dict returned."""
+        """Load what state_dict returned."""
         with reading("the saved shard"):
             held(state)
             fields = [field.cpu().numpy() for field in state["fields"]]
@@ -62,17 +62,18 @@ class RingShuffle(IterableDataset):  # type: ignore[misc]
 def ring_shuffle(
     *tensors: Any, batch_size: int, seed: int = 0, process_set: Any = None, group: Any = None
 ) -> RingShuffle:
-    """A data set of this rank's shard, of which each used batch goes to the next rank.
+    """Return a data set of this rank's shard that passes each used batch on to the next rank.
 
     Parameters
     ----------
-    tensors : with this rank's samples along the first axis; copied to the host. Shards may differ
-        a little in size: all ranks make as many batches, of up to batch_size samples
+    tensors : this rank's samples along the first axis; copied to the host. Shards may differ a
+        little in size: all ranks have the same number of batches, of up to batch_size samples
     seed : of the order within each epoch
     process_set, group : as in GossipOptimizer
 
     Returns an IterableDataset of batches, for DataLoader(..., batch_size=None, num_workers=0) or
-    for itself. All ranks have to iterate alike; an epoch all give up at one step moves nothing.
+    direct iteration. All ranks must iterate in the same way; an epoch that all ranks abandon at the
+    same step leaves the shards unchanged.
     """
     peers = find_peers(process_set, group)
     fields = [torch.as_tensor(tensor).detach().cpu().numpy() for tensor in tensors]

@@ -1,4 +1,4 @@
-"""The rules of gossip in torch: what is mixed with what, and when it is sent."""
+"""The gossip algorithm in torch: what is averaged, and when it is sent."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FORMAT = 1
 
 @dataclass(eq=False)
 class Bucket:
-    """Tensors of one dtype that travel in one message, with its copies if there is a codec.
+    """Tensors of one dtype that share a message, with the copies that a codec needs.
 
-    sent : [n], what the partner will take this rank's values for
-    arrived : [n], what this rank takes the partner's values for
+    sent : [n], this rank's values as the target will decode them
+    arrived : [n], the source's values as decoded here
     """
 
     name: str
@@ -41,16 +41,16 @@ class Bucket:
     arrived: Any = None
 
     def flat(self) -> Any:
-        """The values of all tensors, [n], copied."""
+        """Return a copy of the values of all tensors, [n]."""
         return torch.cat([tensor.detach().reshape(-1) for tensor in self.tensors])
 
     def put(self, values: Any, *, add: bool = False) -> None:
-        """Set the tensors to [n]; or add that to them, float32 or wider."""
+        """Set the tensors to [n] values; or add them, in float32 or wider."""
         pieces = values.split([tensor.numel() for tensor in self.tensors])
         with torch.no_grad():
             for tensor, piece in zip(self.tensors, pieces, strict=True):
                 new = piece.view(tensor.shape)
-                # In half precision the sum is rounded once, not the difference as well.
+                # For half precision, round only the sum, not the difference as well.
                 tensor.copy_(tensor.to(piece.dtype) + new if add else new)
 
 
@@ -59,30 +59,30 @@ def _wide(dtype: Any) -> Any:
 
 
 def split(tensors: Iterable[Any], kind: str, most_bytes: int) -> list[Bucket]:
-    """Buckets of up to most_bytes, each of one dtype and device, in order."""
+    """Divide tensors, in order, into buckets of up to most_bytes of one dtype and device."""
     buckets: list[Bucket] = []
     open_: dict[Any, tuple[Bucket, int]] = {}
     for tensor in tensors:
         key, size = (tensor.dtype, tensor.device), tensor.numel() * tensor.element_size()
-        bucket, taken = open_.get(key, (None, 0))
-        if bucket is None or taken + size > most_bytes:
-            bucket, taken = Bucket(f"{kind}{len(buckets)}", []), 0
+        bucket, filled = open_.get(key, (None, 0))
+        if bucket is None or filled + size > most_bytes:
+            bucket, filled = Bucket(f"{kind}{len(buckets)}", []), 0
             buckets.append(bucket)
         bucket.tensors.append(tensor)
-        open_[key] = bucket, taken + size
+        open_[key] = bucket, filled + size
     return buckets
 
 
 class Gossip:
-    """The state of one GossipOptimizer: the step it is at, and what is on its way.
+    """The state of one GossipOptimizer: its step count and the messages in flight.
 
     Attributes
     ----------
-    turns : how often messages were sent
-    spread : the last measure of the distance of the ranks from their mean, over the norm of the
-        weights, the same on all ranks; None: none yet
-    sent_bytes, average_bytes, other_bytes : of this rank to its partners, for exact averages, and
-        to begin, to agree and to measure
+    turns : number of steps in which messages were sent
+    spread : the last measured distance of the ranks from their mean, over the norm of the weights,
+        the same on all ranks; None if not measured yet
+    sent_bytes, average_bytes, other_bytes : sent by this rank to its partners; for exact averages;
+        and to start, agree and measure
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Gossip:
         self.steps = self.turns = self.averages = 0
         self.sent_bytes = self.average_bytes = self.other_bytes = 0
         self.spread: float | None = None
-        self._measured: Wait | None = None  # the sum of a measure under way
+        self._measured: Wait | None = None  # the sum of a measurement in flight
         self._agreed = False
         self._bucket_bytes = bucket_bytes
         self._prefix = peers.prefix("gossip")
@@ -103,19 +103,19 @@ class Gossip:
         for bucket in self.buckets:
             bucket.copies = settings.copies([tuple(tensor.shape) for tensor in bucket.tensors])
         self._agree_on_settings()
-        self._moving = self.buckets  # those of the step under way
+        self._moving = self.buckets  # buckets sent in the current step
         for bucket in self.buckets:
             values = bucket.flat()
             self.other_bytes += 0 if peers.rank else values.nbytes
-            # As bytes: Horovod knows no bfloat16.
+            # As bytes: Horovod lacks bfloat16.
             peers.broadcast(f"{self._prefix}.start.{bucket.name}", values.view(torch.uint8), 0)
             bucket.put(values)
 
     # A step
 
-    @torch.compiler.disable  # of a compiled optimizer.step: what ranks exchange is no graph
+    @torch.compiler.disable  # an exchange cannot be traced, if optimizer.step is compiled
     def step(self, inner: Callable[..., Any], closure: Any) -> Any:
-        """One step of the optimizer and of gossip."""
+        """Run one step of the optimizer and of gossip."""
         for parameter in self._trained():
             if id(parameter) not in self._known:
                 raise CompressError(
@@ -145,7 +145,7 @@ class Gossip:
         return [parameter for parameter in parameters if parameter.requires_grad]
 
     def _finish_all(self, *, again: bool) -> None:
-        """Mix in what arrives; start the next messages, each bucket's as soon as it is mixed."""
+        """Mix in received values; start each bucket's next message as soon as it is mixed."""
         moving = self._moving
         self.steps += 1
         if again:
@@ -160,19 +160,19 @@ class Gossip:
                     self._begin(bucket)
 
     def _inner_step(self, inner: Callable[..., Any], closure: Any) -> Any:
-        """Step the optimizer, unless a loss scaler found Inf: the ranks still gossip."""
+        """Step the optimizer unless a loss scaler found Inf; gossip goes on regardless."""
         found_inf = getattr(self.optimizer, "found_inf", None)
         if found_inf is None:
             return inner(closure)
         if found_inf.item():
             return None
-        # As `_step_supports_amp_scaling` says, the scaler has left the gradients scaled.
+        # Because of `_step_supports_amp_scaling` the scaler has not unscaled the gradients.
         if (scale := self.optimizer.grad_scale) is not None:
             with torch.no_grad():
                 for parameter in self.parameters:
                     if parameter.grad is not None:
                         parameter.grad.div_(scale)
-        # The scaler removes both afterwards; optimizers that are not fused want none.
+        # The scaler removes both afterwards; non-fused optimizers do not accept them.
         self.optimizer.grad_scale = self.optimizer.found_inf = None
         return inner(closure)
 
@@ -182,7 +182,7 @@ class Gossip:
         return self.topology.partner(self.peers.rank, step)
 
     def _begin(self, bucket: Bucket) -> None:
-        """Send a bucket to this step's target, to be mixed by `_finish`."""
+        """Send a bucket to this step's target; `_finish` mixes in what is received."""
         self.turns += bucket is self.buckets[0]
         partner = self._partner(self.steps)
         bucket.sent = bucket.flat()
@@ -225,13 +225,13 @@ class Gossip:
         return any(b.wait is not None or b.arrived is not None for b in self._moving)
 
     def _of_step(self) -> list[Bucket]:
-        """What travels at this step: the weights, and every so often what has their shapes."""
+        """Return what is sent at this step: the weights, and at intervals the momenta."""
         if not self.settings.momentum or self.steps % self.settings.momentum:
             return self.buckets
         return self.buckets + split(self._momenta(), "m", self._bucket_bytes)
 
     def _momenta(self) -> Iterator[Any]:
-        """The optimizer's own tensors of the shapes of its parameters, such as momentum."""
+        """Yield the optimizer's own tensors with the shapes of its parameters, e.g. momentum."""
         for parameter in self.parameters:
             state = self.optimizer.state.get(parameter, {})
             for key in sorted(map(str, state)):
@@ -245,7 +245,7 @@ class Gossip:
             self._begin(bucket)
 
     def _drop(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for messages in flight, and discard them."""
         for bucket in self._moving:
             if bucket.wait is not None:
                 bucket.wait()
@@ -254,7 +254,7 @@ class Gossip:
     # Staying together
 
     def _sum(self, name: str, words: Any) -> Any:
-        """The sum over the ranks of a few words."""
+        """Sum a few words over the ranks."""
         self.other_bytes += words.nbytes
         wire = torch.from_numpy(words.copy())
         return self.peers.sum(f"{self._prefix}.{name}", wire)().cpu().numpy()
@@ -267,7 +267,7 @@ class Gossip:
         ]
 
     def _agree_on_settings(self) -> None:
-        """Raise CompressError, on every rank, unless all have the same settings and tensors."""
+        """Raise CompressError on every rank unless all have the same settings and tensors."""
         fingerprint = [
             ("version of sn_compress", __version__),
             *self.settings.fingerprint(self.peers.ranks),
@@ -285,7 +285,7 @@ class Gossip:
         )  # fmt: skip
 
     def _agree_on_weights(self) -> None:
-        """Raise CompressError, on every rank, unless all have the same weights."""
+        """Raise CompressError on every rank unless all have the same weights."""
         self._agreed = True
         fingerprint = self._of_tensors(digest)
         if not all_equal(self._sum("weights", digest_words(fingerprint))):
@@ -302,7 +302,7 @@ class Gossip:
             )
 
     def _measure(self) -> None:
-        """Start to sum the sketches of the ranks' weights; `_over_limit` waits for the sum."""
+        """Start summing the sketches of the ranks' weights; `_over_limit` waits for the sum."""
         parts = [bucket.flat().float() for bucket in self.buckets]
         rows = [differences.rows_of(len(part)) for part in parts]
         signs = torch.from_numpy(differences.signs(sum(rows))).split(rows)
@@ -317,7 +317,7 @@ class Gossip:
         self._measured = self.peers.sum(f"{self._prefix}.spread", sketch)
 
     def _over_limit(self) -> bool:
-        """Take in the last measure; whether it is over the limit."""
+        """Read the last measurement; return whether it is over the limit."""
         if self._measured is None:
             return False
         total, self._measured = self._measured(), None
@@ -327,12 +327,12 @@ class Gossip:
 
     def consensus(self, also: Iterable[Any] = ()) -> None:
         """See GossipOptimizer."""
-        self._agreed = True  # ranks have the same weights, afterwards
-        self._over_limit()  # a measure under way would be of weights that are no more
+        self._agreed = True  # ranks will have the same weights
+        self._over_limit()  # a measurement in flight is of weights about to be replaced
         self._drop()
         momenta = list(self._momenta())
-        # By squares as well: a mean may be the number of one rank where they differ, and then that
-        # rank alone would wait for momenta.
+        # Compare squares as well: one rank's count may happen to equal the mean, and that rank
+        # alone would then wait for momenta.
         total, squares = self._sum(
             "momenta", np.array([len(momenta), len(momenta) ** 2], np.float64)
         )
@@ -348,13 +348,13 @@ class Gossip:
             summed = self.peers.sum(f"{self._prefix}.mean.{bucket.name}", wide)()
             bucket.put(summed / self.peers.ranks)
             if bucket.copies is not None:
-                bucket.copies.restart(None)  # anew, from weights that all have
+                bucket.copies.restart(None)  # from the weights that all ranks now have
         self.averages += 1
 
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to be known to go on bit by bit, beside weights and the optimizer's state."""
+        """Return what resuming bit by bit needs besides weights and the optimizer's state."""
         coded = self.buckets[0].copies is not None
         arrived = coded and self._under_way()
         if arrived:  # else the weights are sent again after loading
@@ -373,7 +373,7 @@ class Gossip:
         }
 
     def read(self, state: dict[str, Any] | None) -> dict[str, Any] | None:
-        """A saved state, checked, for `take`; None, to begin anew, of one without gossip."""
+        """Check a saved state and return it for `take`; None, to start anew, if there is none."""
         if state is None:
             return None
         coded = [bucket.copies for bucket in self.buckets if bucket.copies is not None]
@@ -402,7 +402,7 @@ class Gossip:
             }  # fmt: skip
 
     def take(self, state: dict[str, Any] | None) -> None:
-        """Go on with what `read` returned."""
+        """Continue from what `read` returned."""
         self._drop()
         self._measured = None
         self._agreed = state is not None
@@ -421,5 +421,5 @@ class Gossip:
             copies.take(saved)
             if state["arrived"]:
                 bucket.sent = torch.from_numpy(copies.sent_to(partner.target))
-                # Copied, as the next message changes the copy in place.
+                # A copy, as the next message changes the original in place.
                 bucket.arrived = torch.from_numpy(copies.heard(partner.source).copy())

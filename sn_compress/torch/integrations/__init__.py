@@ -1,6 +1,6 @@
-"""Other people's training loops: one line each for what DDP's hook and its memory need there.
+"""One-line integrations of the DDP hook and its memory with third-party training loops.
 
-Loaded at first use (PEP 562), each with the library it is for: transformers, lightning, accelerate.
+Loaded on first use (PEP 562), each with its library: transformers, lightning, accelerate.
 """
 
 from __future__ import annotations

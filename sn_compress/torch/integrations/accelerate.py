@@ -1,7 +1,7 @@
-"""accelerate: a prepared model, and a memory for each rank in save_state and load_state.
+"""accelerate: compress a prepared model; save and load every rank's memory with its checkpoints.
 
-`accelerator.register_for_checkpointing` would write one file, by the main process: the memory of
-rank 0 for all. Hooks of save_state run on every rank.
+`accelerator.register_for_checkpointing` would write a single file, by the main process: the memory
+of rank 0 for all. Hooks of save_state run on every rank.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ...compression import Compression
 from ..ddp import CompressionState
 from . import attach
 
-# Of each accelerator by number; a model that was let go of takes its state along.
+# States of each accelerator by number; held weakly, so they are freed with their models.
 _states: WeakKeyDictionary[Accelerator, WeakValueDictionary[int, CompressionState]]
 _states = WeakKeyDictionary()
 
@@ -26,15 +26,15 @@ def compress_accelerated(
 ) -> CompressionState | None:
     """Compress the gradients of a model that `accelerator.prepare` returned.
 
-    `save_state` and `load_state` then write and read `compression-rank<n>.pt` of every rank in the
-    checkpoint's folder, of a second model `compression-1-rank<n>.pt`, in the order of these calls.
-    Returns the state, for report(); None, with a warning, in one process.
+    `save_state` and `load_state` then write and read `compression-rank<n>.pt` for every rank in the
+    checkpoint's folder; for a second model `compression-1-rank<n>.pt`, in the order of these calls.
+    Returns the state, for report(); None, with a warning, in a single process.
 
     Parameters
     ----------
-    settings : of CompressionState; the accelerator's GradScaler is given already
+    settings : of CompressionState; the accelerator's GradScaler is passed by default
 
-    Raises CompressError for a model that several ranks train other than by DDP.
+    Raises CompressError if several ranks train the model without DDP.
     """
     settings.setdefault("scaler", accelerator.scaler)
     state = attach.attach(model, compression, "accelerate", **settings)

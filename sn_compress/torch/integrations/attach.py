@@ -1,4 +1,4 @@
-"""Put the hook on a model that somebody else has wrapped; the memory of a rank in a folder."""
+"""Register the hook on a model that a library has wrapped; save and load memories in a folder."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from ..ddp import CompressionState, compression_hook
 def attach(
     model: Any, compression: type[Compression], where: str, **settings: Any
 ) -> CompressionState | None:
-    """The state of a hook that is now on a DDP model; None, with a warning, if there is one rank.
+    """Register the hook on a DDP model and return its state; None, with a warning, on one rank.
 
-    Raises CompressError for a model that several ranks train otherwise, as by FSDP.
+    Raises CompressError if several ranks train the model without DDP, e.g. by FSDP.
 
     Parameters
     ----------
-    where : whose model it is, for messages
+    where : the library that trains the model, for messages
     settings : of CompressionState
     """
-    model = getattr(model, "_orig_mod", model)  # of what torch.compile returned for it
+    model = getattr(model, "_orig_mod", model)  # unwrap torch.compile
     if isinstance(model, DistributedDataParallel):
         settings.setdefault("find_unused_parameters", model.find_unused_parameters)
         state = CompressionState(
@@ -54,9 +54,9 @@ def attach(
 
 
 def save(state: CompressionState | None, folder: str | Path, number: int = 0) -> None:
-    """Write this rank's memory into a checkpoint's folder; to be called on every rank.
+    """Write this rank's memory to a checkpoint's folder; call it on every rank.
 
-    number : of the model, where a checkpoint has several
+    number : of the model, if a checkpoint has several
     """
     if state is not None:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -66,8 +66,8 @@ def save(state: CompressionState | None, folder: str | Path, number: int = 0) ->
 def load(state: CompressionState | None, folder: str | Path, number: int = 0) -> None:
     """Load what `save` wrote: this rank's state, or the mean of all if ranks or nodes changed.
 
-    Where the checkpoint has none, as before compression was switched on, the memory begins empty
-    and an UncalledWarning says so. Raises CompressError if some of the files are missing.
+    If the checkpoint has none, e.g. from before compression was enabled, the memory starts empty,
+    with an UncalledWarning. Raises CompressError if only some of the files are missing.
     """
     if state is None:
         return
@@ -98,9 +98,9 @@ def _load_all(
 
 
 def start_empty(state: CompressionState, what: str) -> None:
-    """Empty the memory, as training goes on from a checkpoint without one, and say so.
+    """Clear the memory, with a warning, because training resumes from a checkpoint without one.
 
-    It may be that of later steps, where a run goes back.
+    What it holds may be from later steps, if a run goes back to an earlier checkpoint.
     """
     state.start_empty()
     warnings.warn(

@@ -14,23 +14,23 @@ from .tensorboard import named
 
 
 class TrainerCompression(TrainerCallback):  # type: ignore[misc]
-    """Compress what the ranks of a Trainer send: `trainer.add_callback(TrainerCompression(...))`.
+    """Compresses a Trainer's gradients: `trainer.add_callback(TrainerCompression(...))`.
 
-    The hook is on the model when training begins. Checkpoints get one file of memory a rank,
-    `compression-rank<n>.pt`, and what the Trainer logs gets the numbers of report().
+    The hook is registered when training begins. Checkpoints get one file per rank with its memory,
+    `compression-rank<n>.pt`, and the Trainer's logs include the numbers of report().
 
     Parameters
     ----------
-    trainer : the one it is added to
-    compression : FFTCompression, LowRankCompression or AutoCompression, bare or by `using`
-    resume_from : the folder of the checkpoint that `trainer.train` resumes from, where it is not
-        `checkpoint-<step>` of the Trainer's output_dir
-    settings : of CompressionState; the Trainer's GradScaler is given already
+    trainer : the Trainer this callback is added to
+    compression : FFTCompression, LowRankCompression or AutoCompression, bare or from `using`
+    resume_from : folder of the checkpoint that `trainer.train` resumes from, if it is not
+        `checkpoint-<step>` in the Trainer's output_dir
+    settings : of CompressionState; the Trainer's GradScaler is passed by default
 
     Attributes
     ----------
-    state : the CompressionState, from the beginning of training on; None in a single process,
-        which an UncalledWarning says
+    state : the CompressionState, once training has begun; None in a single process, with an
+        UncalledWarning
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class TrainerCompression(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Register the hook, once per model, and load the memory of a checkpoint."""
         model = self._trainer.model_wrapped
-        if model is not self._model:  # training that goes on in the same process has it already
+        if model is not self._model:  # already hooked if training continues in the same process
             settings = {"scaler": self._trainer.accelerator.scaler} | self._settings
             self.state = attach.attach(model, self._compression, "the Trainer", **settings)
             self._model = model
         if state.global_step:
             folder = self._resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}"
             attach.load(self.state, folder)
-        # A new list, as the Trainer goes through the old one now: the numbers must be in the logs
-        # before the callbacks that write them are asked.
+        # This callback must come first, so that its numbers are in the logs before other callbacks
+        # write them. A new list, as the Trainer is iterating over the old one.
         handler = self._trainer.callback_handler
         handler.callbacks = [self, *(other for other in handler.callbacks if other is not self)]
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write this rank's memory beside the weights; the Trainer calls it on every rank."""
+        """Write this rank's memory next to the weights; the Trainer calls it on every rank."""
         attach.save(self.state, Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:

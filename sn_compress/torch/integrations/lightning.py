@@ -1,7 +1,7 @@
-"""A callback of Lightning that compresses gradients between the ranks of DDPStrategy.
+"""A Lightning callback that compresses gradients between the ranks of DDPStrategy.
 
 DDPStrategy(ddp_comm_state=..., ddp_comm_hook=...) does the same on a GPU; on a CPU it ignores the
-hook, and a Lightning checkpoint has the memory of no rank.
+hook. And its Lightning checkpoints contain no rank's memory.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _KEY = "sn_compress"
 
 
 class LightningCompression(Callback):  # type: ignore[misc]
-    """Compress what the ranks of a Lightning Trainer send: `Trainer(callbacks=[...])`.
+    """Compresses a Lightning Trainer's gradients: `Trainer(callbacks=[LightningCompression(...)])`.
 
-    The hook is put on when training begins, on any device. Checkpoints hold the memories of all
-    ranks, which are gathered on rank 0: as many bytes as float32 gradients, a rank. The numbers of
-    report() go to the Trainer's loggers.
+    The hook is registered when training begins, on any device. Checkpoints contain the memories of
+    all ranks, gathered on rank 0: as many bytes per rank as its gradients in float32. The numbers
+    of report() go to the Trainer's loggers.
 
     Parameters
     ----------
-    compression : FFTCompression, LowRankCompression or AutoCompression, bare or by `using`
-    settings : of CompressionState; the GradScaler of the Trainer's precision is given already
+    compression : FFTCompression, LowRankCompression or AutoCompression, bare or from `using`
+    settings : of CompressionState; the GradScaler of the Trainer's precision is passed by default
 
     Attributes
     ----------
-    state : the CompressionState, from the beginning of training on; None in a single process,
-        which an UncalledWarning says
+    state : the CompressionState, once training has begun; None in a single process, with an
+        UncalledWarning
     """
 
     def __init__(self, compression: type[Compression], **settings: Any) -> None:
@@ -59,18 +59,18 @@ class LightningCompression(Callback):  # type: ignore[misc]
         self._saved = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Gather the memories; Lightning calls it on every rank and writes what rank 0 has."""
+        """Gather the memories; Lightning calls it on every rank and writes rank 0's checkpoint."""
         if self.state is None:
             return
         group, first = self.state.process_group, self.state.rank == 0
-        all_of_them = [None] * self.state.ranks if first else None
+        states = [None] * self.state.ranks if first else None
         to = dist.get_global_rank(group, 0) if group is not None else 0
-        dist.gather_object(self.state.state_dict(), all_of_them, dst=to, group=group)
+        dist.gather_object(self.state.state_dict(), states, dst=to, group=group)
         if first:
-            checkpoint[_KEY] = all_of_them
+            checkpoint[_KEY] = states
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Keep what a checkpoint has until there is a state to take it."""
+        """Keep the memories of a checkpoint until there is a state to load them into."""
         self._saved = checkpoint.get(_KEY, [])
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:

@@ -9,7 +9,7 @@ _PREFIX = "compression/"
 
 
 def named(report: Mapping[str, float]) -> dict[str, float]:
-    """The numbers of a report under the names that logs have for them.
+    """Return the numbers of a report under the names used in logs.
 
     >>> named({"ratio": 98.5, "steps": 10})
     {'compression/ratio': 98.5, 'compression/steps': 10.0}
@@ -18,13 +18,13 @@ def named(report: Mapping[str, float]) -> dict[str, float]:
 
 
 def log_report(writer: Any, report: Mapping[str, float], step: int) -> None:
-    """Write a report as scalars: bytes and ratio, relative error, tensors by the way they travel.
+    """Write a report as scalars: bytes and ratio, relative error, tensors by method.
 
     Parameters
     ----------
-    writer : a SummaryWriter of torch.utils.tensorboard, or what has its add_scalar
-    report : of a CompressionState, or of `FFTCompression.report(optimizer)`
-    step : of training
+    writer : a torch.utils.tensorboard SummaryWriter, or any object with its add_scalar
+    report : from CompressionState.report() or e.g. `FFTCompression.report(optimizer)`
+    step : training step
     """
     for name, value in named(report).items():
         writer.add_scalar(name, value, step)

@@ -1,4 +1,4 @@
-"""Optimizers of Horovod's torch: what ranks agree on at the first gradient, and compare later."""
+"""Horovod's torch optimizers: agreement of ranks at the first gradient, and later comparisons."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _OPTIONS = ("op", "backward_passes_per_step", "gradient_predivide_factor", "spar
 
 
 def total(memory: OptimizerState, process_set: Any, name: str, words: Any) -> Any:
-    """The sum over the ranks; blocks."""
+    """Sum over the ranks; blocks."""
     send = partial(hvd.allreduce_async, op=hvd.Sum, process_set=process_set)
     return _at_once(memory, name, torch.from_numpy(words.copy()), send).numpy()
 
@@ -60,17 +60,17 @@ def _at_once(
 def agree_on_optimizers(
     memory: OptimizerState, optimizer: Any, new: Callable[[Any], bool]
 ) -> list[Any]:
-    """Return the new optimizers; CompressError, on all ranks, unless ranks have the same ones.
+    """Return the new optimizers; CompressError on all ranks unless they have the same ones.
 
     Called when the first of them, `optimizer`, sends its first gradient. Horovod does not announce
-    new optimizers, so those alive are searched for, after a garbage collection: Python collects at
+    new optimizers, so live ones are searched for, after a garbage collection, as Python collects at
     different times on each rank.
 
-    new : whether an optimizer is to be compared; others have agreed before
+    new : whether an optimizer has yet to be compared; others have agreed before
     """
     gc.collect()
     alive = _optimizers(optimizer.process_set)
-    if all(other is not optimizer for other in alive):  # frozen: the collector does not list it
+    if all(other is not optimizer for other in alive):  # gc.freeze hides objects
         alive.append(optimizer)
     chosen = list(filter(new, alive))
     _agree(memory, optimizer.process_set, _fingerprint(chosen))
@@ -78,10 +78,10 @@ def agree_on_optimizers(
 
 
 def agree_on_number(memory: OptimizerState, process_set: Any) -> int:
-    """Return a number that names of collectives have not had on any rank.
+    """Return a number that has not been used in names of collectives on any rank.
 
-    A collective that a deleted optimizer began on one rank alone still waits in Horovod. A new
-    optimizer of the same parameter names would complete it.
+    A collective that a deleted optimizer began on a single rank is still pending in Horovod. A new
+    optimizer with the same parameter names would complete it.
     """
     send = partial(hvd.allreduce_async, op=hvd.Max, process_set=process_set)
     return int(
@@ -90,9 +90,9 @@ def agree_on_number(memory: OptimizerState, process_set: Any) -> int:
 
 
 def agree_on_fresh(memory: OptimizerState, process_set: Any, *, fresh: bool) -> None:
-    """Raise CompressError, on all ranks, unless all, or none, have gradients to send.
+    """Raise CompressError on all ranks unless all or none have new gradients.
 
-    Asked when an optimizer synchronizes again before its step.
+    Called when an optimizer synchronizes again before its step.
     """
     fingerprint = [("a backward pass since", str(fresh))]
     assert memory.buckets is not None  # laid out when the first gradient came
@@ -106,12 +106,12 @@ def agree_on_fresh(memory: OptimizerState, process_set: Any, *, fresh: bool) -> 
 
 
 def end_broken_rounds(memory: OptimizerState, process_set: Any) -> None:
-    """End collectives that some ranks started before a step broke off and others never sent.
+    """End collectives that some ranks started before a step was aborted and others never joined.
 
-    In Horovod's table they do no harm, as later names differ, until a rank calls hvd.join(): then
-    collectives that wait for that rank alone are executed, and a rank that does not know them
-    crashes. So ranks exchange the names they have sent, and each sends a word for those it has not.
-    Its shape differs, so Horovod reports an error to all and stops waiting.
+    Pending in Horovod's table they do no harm, as later names differ, until a rank calls
+    hvd.join(): then collectives that wait for that rank only are executed, and ranks that do not
+    know them crash. So ranks exchange the names they have sent, and each sends a word for those it
+    has not. Its shape differs, so Horovod reports an error to all and stops waiting.
     """
     words = "\n".join(f"{kind} {name}" for kind, name in sorted(memory.sent)) + "\n"
     wire = torch.frombuffer(bytearray(words.encode()), dtype=torch.uint8)
@@ -136,15 +136,15 @@ def _word(kind: str, name: str, process_set: Any) -> Any:
 
 
 def agree_on_calls(memory: OptimizerState, process_set: Any) -> None:
-    """CompressError, on all ranks, unless the settings of plain hvd.allreduce are the same."""
+    """Raise CompressError on all ranks unless plain hvd.allreduce has the same settings on each."""
     _agree(memory, process_set, [("calls of", "hvd.allreduce"), *_fingerprint_of(memory.settings)])
 
 
 def alike_in_hardware(memory: OptimizerState, process_set: Any, device: torch.device) -> bool:
-    """Whether all ranks compute products with the same bits, as sums of factors need."""
+    """Whether all ranks compute bit-identical matrix products, as low-rank exchanges require."""
     like = torch.zeros(1, dtype=torch.float32, device=device)
-    mine = digest_words(hardware_fingerprint(numpy_view(like)))
-    return all_equal(total(memory, process_set, "sn.hardware", mine))
+    words = digest_words(hardware_fingerprint(numpy_view(like)))
+    return all_equal(total(memory, process_set, "sn.hardware", words))
 
 
 def _agree(memory: OptimizerState, process_set: Any, fingerprint: Fingerprint) -> None:
@@ -156,17 +156,18 @@ def _agree(memory: OptimizerState, process_set: Any, fingerprint: Fingerprint) -
 
 def _optimizers(process_set: Any) -> list[Any]:
     return [
-        one
-        for one in live_objects(torch.optim.Optimizer)
-        if isinstance(getattr(getattr(one, "_compression", None), "settings", None), Settings)
-        # Adasum's optimizer has none, and is refused at its own first gradient.
-        and hasattr(one, "process_set")
-        and one.process_set.process_set_id == process_set.process_set_id
+        opt
+        for opt in live_objects(torch.optim.Optimizer)
+        if isinstance(getattr(getattr(opt, "_compression", None), "settings", None), Settings)
+        # Adasum's optimizer has no process set, and is refused at its own first gradient.
+        and hasattr(opt, "process_set")
+        and opt.process_set.process_set_id == process_set.process_set_id
     ]
 
 
 def _fingerprint(optimizers: list[Any]) -> Fingerprint:
-    fingerprints = sorted(map(_fingerprint_of_one, optimizers))  # the collector's order is any
+    # Sorted, as the collector lists objects in arbitrary order.
+    fingerprints = sorted(map(_fingerprint_of_one, optimizers))
     named = [
         (f"optimizer {number}'s {what}" if len(fingerprints) > 1 else what, value)
         for number, fingerprint in enumerate(fingerprints)
@@ -188,7 +189,7 @@ def _fingerprint_of_one(optimizer: Any) -> list[tuple[str, str]]:
 
 
 def reduced_parameters(optimizer: Any) -> list[torch.Tensor]:
-    """The parameters that Horovod reduces, in the optimizer's order, which all ranks share."""
+    """Return the parameters that Horovod reduces, in the optimizer's order, equal on all ranks."""
     parameters = (p for group in optimizer.param_groups for p in group["params"])
     return [parameter for parameter in parameters if parameter in optimizer._requires_update]
 
@@ -200,9 +201,9 @@ def ordered_tensors(optimizer: Any) -> list[tuple[str, int]]:
 
 
 def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: Any) -> None:
-    """Find the nodes for optimizers; blocks, and all ranks call it.
+    """Find the node layout for optimizers; blocks, and all ranks call it.
 
-    Horovod's process sets would be groups of ranks; they are not used (docs/decisions/0098).
+    Horovod's process sets could serve as groups, but are not used (docs/decisions/0098).
     """
     states = [memory_of(optimizer) for optimizer in optimizers]
     if not any(may_have_nodes(state.settings, process_set) for state in states):
@@ -213,7 +214,7 @@ def find_nodes(memory: OptimizerState, optimizers: Sequence[Any], process_set: A
         if layout is None or not may_have_nodes(state.settings, process_set):
             nodes.place = None
         elif nodes.place is None or nodes.place.layout != layout:
-            # Else owners stay as they are: they have the residuals.
+            # If the layout is unchanged, owners must stay: they have the residuals.
             nodes.place = Place(layout, process_set.rank())
             nodes.place.owned_names(ordered_tensors(optimizer))
 
@@ -224,9 +225,9 @@ def _fingerprint_of(settings: Settings) -> list[tuple[str, str]]:
 
 @dataclass
 class CheckedHandle:
-    """The handle of the first gradient of a step that compares parameters, with the digests' sum.
+    """The handle of a step's first gradient, with the sum of digests that compares parameters.
 
-    The sum travels with the gradients: who waits for this one has begun all of them.
+    The sum travels along with the gradients: a rank that waits for it has begun all of them.
     """
 
     memory: OptimizerState
@@ -238,13 +239,13 @@ class CheckedHandle:
 
     @classmethod
     def begin(cls, memory: OptimizerState, optimizer: Any, inner: Any) -> CheckedHandle:
-        """Start the sum of the digests of the parameters that the step begins with."""
+        """Start summing the digests of the parameters that the step begins with."""
         fingerprint = [
             (name, digest(parameter))
             for parameter, name in optimizer._parameter_names.items()
             if parameter in optimizer._requires_update
         ]
-        # By a parameter's name, as several optimizers may compare in one step.
+        # Named after a parameter, as several optimizers may compare in one step.
         name = memory.wire_name("sn.same." + fingerprint[0][0])
         fingerprint = [*memory.engine.counted(), *fingerprint]
         words = digest_words(fingerprint)
@@ -257,12 +258,12 @@ class CheckedHandle:
 
     @torch.compiler.disable
     def finish(self, reduced: Any) -> Any:
-        """Finish for Horovod; CompressError, on every rank, if parameters differ."""
+        """Return the mean to Horovod; CompressError on every rank if parameters differ."""
         memory, sets = self.memory, self.optimizer.process_set
         what = f"the digest of the parameters at step {self.step}"
         digests = result_of(hvd, self.handle, limit_s=memory.settings.wait_s, what=what)
         if not all_equal(digests.numpy()):
-            complete(memory, sets)  # another rank may wait for our words before it comes here
+            complete(memory, sets)  # another rank may need our words before it gets here
             raise memory.engine.sameness.error(
                 self.step, self.fingerprint, total=partial(total, memory, sets), rank=sets.rank(),
                 ranks=sets.size(),
@@ -278,7 +279,7 @@ def _idle_state(optimizer: Any) -> OptimizerState:
 
 
 def _settled_state(optimizer: Any) -> OptimizerState:
-    """The same, without what was left of gradients that the loop has dropped."""
+    """Same as _idle_state, after discarding the residuals of dropped gradients."""
     memory = _idle_state(optimizer)
     memory.outcomes.look()
     memory.engine.transaction.settle()
@@ -289,7 +290,7 @@ def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
     """See Compression.residuals."""
     memory = _settled_state(optimizer)
     engine = memory.engine
-    # By nodes a residual is one of the node's mean, 1 / ranks of it as one of a rank's gradient.
+    # With nodes, a residual is that of the node's mean: scale it to that of a rank's gradient.
     by_nodes = memory.nodes.saved(_place(optimizer)["ranks"])
     times = len(by_nodes["nodes"][0]) if by_nodes else 1
     return {
@@ -300,7 +301,7 @@ def residuals(optimizer: Any) -> dict[str, torch.Tensor]:
 
 
 def restart(optimizer: Any, residuals: Any) -> NoReturn:
-    """Always CompressError: in torch the optimizer is wrapped again instead."""
+    """Raise CompressError: in torch, wrap the optimizer again instead."""
     raise CompressError(
         f"got a {type(optimizer).__name__} and {len(residuals)} residuals; expected an optimizer "
         "of Keras. In torch, wrap the optimizer again, and start with the residuals as gradients."
@@ -308,7 +309,7 @@ def restart(optimizer: Any, residuals: Any) -> NoReturn:
 
 
 def state_dict(optimizer: Any) -> dict[str, Any]:
-    """See Compression.state_dict; of torch tensors, for torch.load(weights_only=True)."""
+    """See Compression.state_dict; with torch tensors, for torch.load(weights_only=True)."""
     memory, place = _settled_state(optimizer), _place(optimizer)
     engine = memory.engine
     state = engine_state.state_dict(engine, **place, without_held=True)
@@ -317,7 +318,7 @@ def state_dict(optimizer: Any) -> dict[str, Any]:
 
 
 def load_state_dict(optimizer: Any, state: dict[str, Any]) -> None:
-    """Take over what state_dict returned on any rank, or the list of all ranks' states."""
+    """Load what state_dict returned on any rank, or the list of all ranks' states."""
     check = partial(engine_state.check_names, list(optimizer._parameter_names.values()))
     nodes = _idle_state(optimizer).nodes
     nodes.load(loaded_arrays(state), **_place(optimizer), own=True, check=check)
@@ -333,7 +334,7 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
     """See Compression.synchronize."""
     memory, sets = _settled_state(optimizer), optimizer.process_set
     memory.reset()
-    everyone = sets.process_set_id == 0  # only all ranks together go by nodes
+    everyone = sets.process_set_id == 0  # only the global process set may have nodes
 
     def total(name: str, words: Any) -> Any:
         wire = torch.from_numpy(words)
@@ -348,13 +349,13 @@ def synchronize(optimizer: Any, root_rank: int) -> None:
 
 
 def follow_restarts(forget_calls: Callable[[], None]) -> None:
-    """Let ranks agree anew whenever Horovod starts anew, as it does in an elastic run.
+    """Make ranks agree again whenever Horovod restarts, as in an elastic run.
 
-    New ranks may be as many as the lost ones, so the number of ranks does not say it.
+    The number of ranks does not show a restart: as many ranks may have joined as were lost.
 
-    forget_calls : called then, too; all that is known of an hvd.allreduce, which nobody can keep
+    forget_calls : called as well, to clear the state of plain hvd.allreduce calls
     """
-    # Horovod tells the states of its elastic runs alone.
+    # Horovod notifies only the states of elastic runs.
     for state in notification_manager._listeners:
         if state not in _followed:
             _followed.add(state)
@@ -368,7 +369,7 @@ def _restarted() -> None:
         memory.reset()
         if memory.is_kept:
             continue
-        # New ranks have nothing of what ranks share, and those that stay may be at different steps.
+        # New ranks lack the shared state, and the remaining ones may be at different steps.
         engine_state.start_empty(memory.engine)
         memory.nodes.loaded = []
         if hvd.rank() == 0:
@@ -383,11 +384,11 @@ def _restarted() -> None:
 
 def _give_up(memory: OptimizerState) -> None:
     memory.give_up()
-    memory.forget_sent()  # Horovod was started anew, or nothing broke off
+    memory.forget_sent()  # Horovod was restarted, or no step was aborted
 
 
 class Elastic:
-    """What Compression.elastic returns: hvd.elastic.TorchState keeps it as it does a model."""
+    """What Compression.elastic returns: hvd.elastic.TorchState handles it like a model."""
 
     def __init__(self, optimizer: Any) -> None:
         self.optimizer = optimizer

@@ -1,15 +1,15 @@
-"""Who called `compress` (the parameter, the optimizer, the operation), and what Horovod waits for.
+"""The caller of `compress` (parameter, optimizer, operation), and the handles Horovod waits for.
 
 Horovod passes only the tensor. Keying by the order of calls would break as soon as two ranks
-compute gradients in different orders, and keying by address as soon as gradients are freed, so
-the answer is read from the local variables of Horovod's own calling function. They are those of
-release 0.28.1, which `scripts/build_horovod.py` builds; anything else is an error (decision 9).
+compute gradients in different orders, and keying by address as soon as gradients are freed, so the
+caller is read from the local variables of Horovod's own calling function. They are those of release
+0.28.1, which `scripts/build_horovod.py` builds; anything else is an error (decision 9).
 
-Stock Horovod wants a handle of a collective for each parameter, so in the first step a zero, a
-placeholder, travels for each gradient that is in a bucket. A handle may also be a function, as that
-of a sparse gradient is. So from the second step on `GradientHook` takes the place of the method
-that submits gradients: nothing travels but the bucket, and waits are asleep. hvd.synchronize polls,
-and slows down the ranks it waits for where they share its cores.
+Stock Horovod needs a handle of a collective for each parameter, so in the first step a placeholder
+(a zero) is reduced for each gradient in a bucket. A handle may also be a function, as for sparse
+gradients. So from the second step on `GradientHook` replaces the method that submits gradients:
+nothing is sent but the bucket, and waiting sleeps. hvd.synchronize busy-polls, which slows down the
+ranks it waits for if they share its cores.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ import torch
 from ...consistency import result_of
 from ...errors import CompressError
 
-_DEEPEST = 6  # frames between Horovod's function and `compress`: subclasses, comprehensions
+_DEEPEST = 6  # max. frames between Horovod's function and `compress`: subclasses, comprehensions
 
 
 @dataclass(frozen=True)
 class Caller:
-    """What Horovod's function says of a gradient.
+    """What Horovod's calling function tells about a gradient.
 
     name : None for an unnamed hvd.allreduce
     optimizer, parameter : None for any hvd.allreduce
-    opens : nothing of the same step, or call, is on its way
+    opens : whether it is the first of its step or call
     """
 
     name: str | None
@@ -44,15 +44,15 @@ class Caller:
     op: Any
     process_set: Any
     scale: float = 1.0  # pre- and postscale factors of hvd.allreduce
-    average: bool | None = None  # deprecated way to say the operation
+    average: bool | None = None  # deprecated alternative to `op`
     opens: bool = True
     parameter: Any = None
 
 
 class CallableHandle(partial[Any]):
-    """What Horovod keeps as the handle of a gradient of ours, and calls for its result."""
+    """Horovod keeps this as the handle of one of our gradients, and calls it for the result."""
 
-    @torch.compiler.disable  # of a compiled optimizer.step: what ranks exchange is no graph
+    @torch.compiler.disable  # an exchange cannot be traced, if optimizer.step is compiled
     def __call__(self) -> Any:
         return super().__call__()
 
@@ -69,7 +69,7 @@ def find_caller(frame: FrameType | None, tensor: Any) -> Caller:
 
 
 def _callers(frame: FrameType | None) -> Iterator[tuple[tuple[str, str], dict[str, Any]]]:
-    """Module and name of each function above `compress`, and its local variables."""
+    """Yield module and name, and the local variables, of each function above `compress`."""
     for _ in range(_DEEPEST):
         if frame is None:
             return
@@ -87,15 +87,15 @@ def _grouped_gradient(local: dict[str, Any], tensor: Any) -> Caller:
 
 
 def caller_of(optimizer: Any, parameter: Any, *, first: bool = True) -> Caller:
-    """The caller for a gradient of an optimizer; first : of those that this call is about."""
+    """Return the caller for an optimizer's gradient; first : whether it is the call's first."""
     name = optimizer._parameter_names.get(parameter)
     if hasattr(optimizer, "_starting_models"):  # only the Adasum optimizer has it
         raise CompressError(
             f"{name}: compression cannot be used with op=hvd.Adasum, which takes dot products "
             "of dense tensors. Use op=hvd.Average, or Compression.none with Adasum."
         )
-    # Where gradients accumulate, those of earlier passes have None for a handle; a function that is
-    # not ours is that of a sparse one, about which `compress` is never asked.
+    # With gradient accumulation, gradients of earlier passes have None as a handle. A function that
+    # is not ours belongs to a sparse gradient, for which `compress` is not called.
     opens = first and not any(
         handle is not None and (isinstance(handle, CallableHandle) or not callable(handle))
         for handle, _ in optimizer._handles.values()
@@ -120,7 +120,7 @@ def _of_call(local: dict[str, Any], name: str | None, *, first: bool = True) -> 
 
 
 def sparse_gradient(frame: FrameType | None) -> tuple[Any, Any]:
-    """The optimizer and the parameter whose sparse gradient Horovod has gathered."""
+    """Return the optimizer and the parameter whose sparse gradient Horovod has gathered."""
     for function, local in _callers(frame):
         if function == ("horovod.torch.optimizer", "synchronize"):
             return local["self"], local["p"]
@@ -150,11 +150,11 @@ _READERS = {
 class GradientHook:
     """Replaces an optimizer's `_allreduce_grad_async`.
 
-    optimizer : made by hvd.DistributedOptimizer, held weakly
-    uses_placeholders : whether all ranks hand Horovod placeholders in this step
-    send : returns what to hand to Horovod for a tensor, or None where it travels in a bucket, and
-        the context that finishes its result
-    again : whether a tensor holds the ranks' mean already, the same on all ranks
+    optimizer : created by hvd.DistributedOptimizer, held weakly
+    uses_placeholders : whether all ranks pass placeholders to Horovod in this step
+    send : returns what to pass to Horovod for a tensor (None if it travels in a bucket) and the
+        context that finishes its result
+    again : whether a tensor already contains the ranks' mean, the same on all ranks
     limit_s : seconds to wait for other ranks
     """
 
@@ -184,8 +184,8 @@ class GradientHook:
     def __call__(self, parameter: torch.Tensor) -> tuple[Any, Any]:
         """Send a gradient; Horovod calls this for each, in the backward pass or after it."""
         optimizer = self._optimizer()
-        assert optimizer is not None  # its method is the caller
-        if parameter.grad is None:  # not used in this step, but by another rank, perhaps
+        assert optimizer is not None  # one of its methods is the caller
+        if parameter.grad is None:  # not used here in this step, but perhaps by another rank
             parameter.grad = torch.zeros_like(parameter)
         gradient = parameter.grad
         caller = caller_of(optimizer, parameter)
@@ -207,11 +207,11 @@ class GradientHook:
 
 
 def send_plain(caller: Caller, wire: torch.Tensor, name: str) -> int:
-    """Start the all-reduce that Horovod's optimizer starts for a gradient of its own; its handle.
+    """Start the all-reduce that Horovod's optimizer would start for a gradient; return its handle.
 
-    wire : which becomes the result
+    wire : overwritten with the result
     """
-    # Split as Horovod splits it; it divides by the number of ranks itself.
+    # The factor is split as in Horovod's optimizer; Horovod divides by the number of ranks itself.
     average = caller.op == hvd.Average
     divisor = caller.optimizer.gradient_predivide_factor if average else 1.0
     return hvd.allreduce_async_(  # type: ignore[no-any-return]
@@ -221,12 +221,12 @@ def send_plain(caller: Caller, wire: torch.Tensor, name: str) -> int:
 
 
 def placeholder(gradient: torch.Tensor) -> torch.Tensor:
-    """The zero that Horovod reduces in the place of a gradient that travels in a bucket."""
-    # Of that dtype: grouped all-reduces want one, and it may be grouped with plain tensors.
+    """Return the zero that Horovod reduces in place of a gradient that travels in a bucket."""
+    # Same dtype as on the wire: grouped all-reduces need a single one, and may have plain tensors.
     return torch.zeros(1, dtype=wire_type(gradient), device=gradient.device)
 
 
 def wire_type(gradient: torch.Tensor) -> torch.dtype:
-    """The dtype of a gradient in Horovod's own all-reduce, which takes no bfloat16."""
-    # float16 stays: what rounding takes of a dense step is remembered, and sent later.
+    """Return the dtype for a gradient in Horovod's own all-reduce, which lacks bfloat16."""
+    # float16 stays: error feedback covers the rounding of a dense step.
     return torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype

@@ -1,4 +1,4 @@
-"""Gradients on their way in Horovod's torch: a handle's `finish` returns what p.grad becomes."""
+"""Exchanges in flight in Horovod's torch; a handle's `finish` returns the value for p.grad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .memory import OptimizerState, SideStream
 
 @dataclass
 class Cast:
-    """A small tensor that went uncompressed in a type Horovod can reduce."""
+    """A small tensor sent uncompressed, in a dtype that Horovod can reduce."""
 
     dtype: torch.dtype
 
@@ -30,11 +30,11 @@ class Cast:
 
 @dataclass
 class PlainHandle:
-    """A gradient on its way uncompressed, of whose mean the engine takes note."""
+    """An uncompressed gradient in flight, whose mean is passed to the engine."""
 
     memory: OptimizerState
     name: str
-    factor: float  # from the mean to what was asked for
+    factor: float  # result / mean
     dtype: torch.dtype
 
     @torch.compiler.disable
@@ -46,17 +46,17 @@ class PlainHandle:
 
 @dataclass
 class RoundsHandle:
-    """A gradient on its way in the rounds of its bucket."""
+    """A compressed gradient in flight, in the rounds of its bucket."""
 
     gradient: Gradient  # whose values become the mean
-    tensor: torch.Tensor  # of which they are, or are a copy
+    tensor: torch.Tensor  # whose elements the values are, or are a copy of
     factor: float
-    complete: Callable[[], object]  # all exchanges of the step
+    complete: Callable[[], object]  # completes all exchanges of the step
     result: torch.Tensor | None = None
 
     @torch.compiler.disable
     def finish(self, token: torch.Tensor) -> torch.Tensor:
-        self.complete()  # even if the mean is here: only this ends the step
+        self.complete()  # even if the mean has arrived: this ends the step
         assert self.result is not None
         return self.result.mul_(self.factor) if self.factor != 1.0 else self.result
 
@@ -69,11 +69,11 @@ class RoundsHandle:
 
 @dataclass
 class FusedHandle:
-    """A small gradient on its way uncompressed, in one vector with the others of its bucket."""
+    """A small uncompressed gradient in flight, in one vector with the others of its bucket."""
 
     tensor: torch.Tensor  # becomes the mean
-    kind: torch.dtype  # in which it travels
-    send: Callable[[torch.Tensor, str], int]  # as Horovod's optimizer would send it by itself
+    kind: torch.dtype  # sent as this dtype
+    send: Callable[[torch.Tensor, str], int]  # as Horovod's optimizer would send it
     complete: Callable[[], object]
 
     @torch.compiler.disable
@@ -84,7 +84,7 @@ class FusedHandle:
 
 @dataclass(frozen=True)
 class Plain:
-    """A collective that the engine knows nothing of: uncompressed gradients as one vector, [n]."""
+    """A collective outside of the engine: uncompressed gradients as one vector, [n]."""
 
     words: torch.Tensor
     send: Callable[[torch.Tensor, str], int]
@@ -97,9 +97,9 @@ Rounds = Generator[Sequence[Carried], list[Any], None]
 
 @dataclass(frozen=True)
 class Reducer:
-    """The Wire of a process set of Horovod, on the device where the words are.
+    """Implements Wire for a Horovod process set, on the device of the words.
 
-    named : False leaves the names to Horovod
+    named : whether collectives have explicit names; False leaves naming to Horovod
     sent : collects kind and name of each collective
     waiting : entered while this waits for other ranks
     """
@@ -140,7 +140,7 @@ class Reducer:
         )
 
     def arrived(self, handles: list[tuple[str, int, bool]]) -> bool:
-        """Never of no handles: rounds that ask for nothing go on at the end of the step."""
+        """False without handles: rounds that request nothing resume at the end of the step."""
         return bool(handles) and all(hvd.poll(handle) for _, handle, _ in handles)
 
     def wait(self, handles: list[tuple[str, int, bool]]) -> list[Any]:
@@ -153,7 +153,7 @@ class Reducer:
         except hvd.mpi_ops.HorovodInternalError as error:
             error.add_note(f"while waiting for {name}; a rank has exited")
             raise
-        # An all-to-all also returns how much came of each rank.
+        # An all-to-all also returns how much each rank has sent.
         if by_rank:
             return list(result[0].split(result[1].tolist()))
         return result[0] if isinstance(result, tuple) else result
@@ -162,10 +162,10 @@ class Reducer:
 def rounds(
     memory: OptimizerState, members: Sequence[RoundsHandle | FusedHandle], process_set: Any
 ) -> Rounds:
-    """The rounds of a bucket: by nodes, or of compressed gradients and plain ones together."""
+    """Run the rounds of a bucket: hierarchical, or for compressed and plain gradients together."""
     coded = [member for member in members if isinstance(member, RoundsHandle)]
     gradients = [member.gradient for member in coded]
-    if (place := memory.nodes.place) is not None:  # compressed or not: each has its owner in a node
+    if (place := memory.nodes.place) is not None:  # even uncompressed gradients have owners
         yield from all_to_all.rounds(memory.engine, place, gradients, memory.begins)
         for handle in coded:
             handle.end()
@@ -174,7 +174,7 @@ def rounds(
     for member in members:
         if isinstance(member, FusedHandle):
             small.setdefault(member.kind, []).append(member)
-    # Plain gradients go with the first round, which may have nothing else in it.
+    # Plain gradients join the first round, which may have nothing else in it.
     coded_rounds: Rounds | None = None
     requests: Sequence[Carried] = ()
     coding = memory.engine.seconds.coding
@@ -186,7 +186,7 @@ def rounds(
         with coding():
             requests = next(coded_rounds)
     plain = [
-        Plain(torch.cat([one.tensor.reshape(-1).to(kind) for one in fused]), fused[0].send)
+        Plain(torch.cat([handle.tensor.reshape(-1).to(kind) for handle in fused]), fused[0].send)
         for kind, fused in small.items()
     ]
     results = yield [*requests, *plain]
@@ -206,12 +206,12 @@ def rounds(
 
 
 def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> None:
-    """Begin to count the ranks in this step, if it has gathers.
+    """Start counting the ranks in this step, if it has gathers.
 
-    A gather without a rank that has called hvd.join() ends Horovod's background loop with an
-    exception on all ranks. A sum bears it, and shows that one is missing.
+    A gather crashes Horovod's background loop on all ranks if a rank has called hvd.join(). A sum
+    tolerates that, and shows that a rank is missing.
 
-    key : names the tensors of this step, or None
+    key : identifies the tensors of this step, or None
     """
     gathers = memory.settings.exchange != "shared" or memory.nodes.place is not None
     if not gathers or process_set.size() == 1 or memory.counts_ranks:
@@ -226,7 +226,7 @@ def count_ranks(memory: OptimizerState, key: str | None, process_set: Any) -> No
 
 
 def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> None:
-    """Raise CompressError, on every rank that has not joined, if one has; before a gather."""
+    """Before a gather, raise CompressError on all ranks that have not joined, if any rank has."""
     handle, memory.ranks_sum = memory.ranks_sum, None
     if handle is None:
         return
@@ -234,8 +234,7 @@ def require_all_ranks(memory: OptimizerState, name: str, process_set: Any) -> No
     present = int(result_of(hvd, handle, limit_s=memory.settings.wait_s, what=what))
     if present < process_set.size():
         if memory.buckets is not None:
-            # No step broke off, or ranks would end broken rounds, of which the joined one knows
-            # nothing.
+            # Otherwise the step would count as broken, and ending its rounds needs the joined rank.
             memory.buckets.begin()
         why = f"{memory.settings.compression} gathers what each rank has"
         instead = "LowRankCompression or AutoCompression"
@@ -264,7 +263,7 @@ def begin(memory: OptimizerState, number: int, process_set: Any) -> None:
 
 
 def complete(memory: OptimizerState, process_set: Any) -> None:
-    """Complete a step, with buckets some of whose gradients never came."""
+    """Complete a step, including buckets that lack some gradients."""
     if memory.buckets is not None:
         for number in memory.buckets.incomplete():
             begin(memory, number, process_set)

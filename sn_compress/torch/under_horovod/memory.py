@@ -1,10 +1,10 @@
-"""What belongs to one optimizer on one rank: the engine, and what of a step is on its way.
+"""State of one optimizer on one rank: the engine, and the exchanges in flight.
 
-Ranks complete their buckets in different orders. A rank that waited for the second round of one
-exchange before it has begun that of another, for which a second rank waits, would wait for ever.
-So `Pending` always waits for the earliest open round, of the first exchange by key: whoever waits
-has begun all that another rank can wait for before. What has arrived is taken in whenever something
-else is begun.
+Ranks complete their buckets in different orders. If a rank waited for round 2 of one exchange
+before starting another exchange's round that a second rank is waiting for, they would deadlock. So
+`Pending` always waits for the earliest open round, and among those for the first exchange by key:
+a waiting rank has then started everything that another rank can be waiting for. Results that have
+arrived are processed whenever something else is started.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from .hooks import GradientHook
 
 
 class SideStream:
-    """A CUDA stream for the codec beside that of the backward pass, one for each device."""
+    """Runs the codec on a CUDA stream parallel to the backward pass's, one per device."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, Any] = {}
 
     def follow(self, tensor: torch.Tensor) -> None:
-        """Have the side stream wait for what has computed this tensor."""
+        """Make the side stream wait for the computation of this tensor."""
         if tensor.is_cuda:
             device = tensor.device
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
             self._streams[device].wait_stream(torch.cuda.current_stream(device))
-            # Where a step fails nobody holds the tensor, and its memory would be used again.
+            # If a step fails, the tensor may be freed, and its memory reused too early.
             tensor.record_stream(self._streams[device])
 
     @contextmanager
@@ -54,22 +54,22 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Have the current streams wait for the side streams."""
+        """Make the current streams wait for the side streams."""
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
 
 
-Opened = Generator[Any, Any, Any]  # yields what is to be exchanged, is sent the results
+Opened = Generator[Any, Any, Any]  # yields what to exchange, and is sent the results
 
 
 class Wire(Protocol):
-    """The rim's collectives, without waiting."""
+    """The rim's collectives, non-blocking."""
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context in which the rounds compute."""
 
     def start(self, name: str, words: Any) -> Any:
-        """Send what rounds have yielded; return the handle of its result."""
+        """Send what rounds have yielded; return a handle of the result."""
 
     def arrived(self, handle: Any) -> bool:
         """Whether `wait` would return at once."""
@@ -91,13 +91,13 @@ class _Exchange:
 
 @dataclass
 class Pending:
-    """The exchanges of one optimizer that are on their way, by key: alike on all ranks."""
+    """The exchanges of one optimizer in flight, by key; keys are the same on all ranks."""
 
     _exchanges: dict[str, _Exchange] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
-        """Whether nothing was begun since all exchanges were completed or dropped."""
+        """Whether nothing has begun since all exchanges were completed or dropped."""
         return not self._exchanges
 
     def begin(self, key: str, rounds: Opened, wire: Wire) -> None:
@@ -108,22 +108,24 @@ class Pending:
         self._exchanges[key] = exchange
 
     def poll(self) -> None:
-        """Advance exchanges whose round has arrived; what fails is raised by `complete`."""
+        """Advance exchanges whose round has arrived; errors are raised by `complete`."""
         for key, exchange in self._exchanges.items():
             if exchange.handle is not None and exchange.wire.arrived(exchange.handle):
                 try:
                     self._advance(key)
-                except Exception as error:  # noqa: BLE001, raised where all ranks come to it
+                except Exception as error:  # noqa: BLE001, raised where all ranks reach it
                     exchange.error = error
 
     def complete(self) -> dict[str, Any]:
-        """Complete all exchanges; return what their rounds have returned, by key.
+        """Complete all exchanges; return the results of their rounds, by key.
 
         If that fails, the step has failed, and all exchanges are dropped.
         """
         try:
             while open_ := [
-                (one.round, key) for key, one in self._exchanges.items() if not one.ended
+                (exchange.round, key)
+                for key, exchange in self._exchanges.items()
+                if not exchange.ended
             ]:
                 self._advance(min(open_)[1])
         except BaseException:
@@ -136,7 +138,7 @@ class Pending:
         """Drop all exchanges, after a step that failed, without waiting for other ranks."""
         dropped, self._exchanges = self._exchanges, {}
         for exchange in dropped.values():
-            # Waited for, or the framework would keep the sum forever.
+            # Must be waited for, or the framework would keep the result forever.
             with suppress(Exception):
                 if exchange.handle is not None and exchange.wire.arrived(exchange.handle):
                     exchange.wire.wait(exchange.handle)
@@ -156,17 +158,17 @@ class Pending:
             exchange.ended, exchange.result = True, end.value
 
 
-# Optimizers are held weakly: a dropped optimizer takes its memory along.
+# Optimizers are held weakly: the state is freed with its optimizer.
 _of_optimizer: weakref.WeakKeyDictionary[Any, OptimizerState] = weakref.WeakKeyDictionary()
 
 
 class OptimizerState:
-    """An engine, and how far its step has come.
+    """An engine, and the progress of its current step.
 
-    of_call : for calls without an optimizer, each of which is a step of its own
+    of_call : for calls without an optimizer, each of which is a separate step
     """
 
-    unused_number: ClassVar[int] = 0  # the least that no collective's name has had on this rank
+    unused_number: ClassVar[int] = 0  # lowest number not used in a collective's name on this rank
 
     def __init__(self, settings: Settings, *, of_call: bool = False) -> None:
         self.settings = settings
@@ -185,23 +187,23 @@ class OptimizerState:
         self.buckets: Buckets | None = None
         self.submission: GradientHook | None = None
         self.watch: CallWatch | None = None
-        self._coded: set[str] = set()  # tensors that are coded in the step under way
-        self._dense: set[str] = set()  # likewise, those that travel dense
-        self._number = 0  # in names of its collectives, equal on all ranks
-        self._broken = 0  # steps that broke off since it was set, on all ranks alike
-        # Kinds and names of collectives since the last step that was completed.
+        self._coded: set[str] = set()  # tensors compressed in the current step
+        self._dense: set[str] = set()  # tensors sent dense in the current step
+        self._number = 0  # part of the names of its collectives, equal on all ranks
+        self._broken = 0  # steps aborted since _number was set, equal on all ranks
+        # Kinds and names of collectives sent since the last completed step.
         self.sent: set[tuple[str, str]] = set()
-        # Equal on all ranks: some of these collectives may wait for a rank that never sends them.
+        # Whether some of them may wait for a rank that never sends them; equal on all ranks.
         self.has_broken_rounds = False
-        self.counts_ranks = False  # has begun to, in this step or call
+        self.counts_ranks = False  # whether this step or call has started to count ranks
         self.ranks_sum: int | None = None  # handle of the number of ranks, until it is read
-        self.repeats = False  # Horovod asks again about gradients that it has averaged
+        self.repeats = False  # whether Horovod passes gradients again that it has averaged
         # Gradients that were sent, by id: Horovod writes the mean into the same tensor.
         self._sent_from: weakref.WeakValueDictionary[int, torch.Tensor]
         self._sent_from = weakref.WeakValueDictionary()
         self._steps = 0  # begun since the ranks agreed
-        self.nodes = NodeStates(self.engine)  # with a place, gradients are summed by nodes first
-        self.is_kept = False  # by an elastic run, for ranks that come later
+        self.nodes = NodeStates(self.engine)  # if it has a place, nodes sum gradients first
+        self.is_kept = False  # by an elastic run, for ranks that join later
 
     def begin_step(self) -> None:
         """Called before the first gradient of a step is sent."""
@@ -214,21 +216,21 @@ class OptimizerState:
         self._sent_from[id(gradient)] = gradient
 
     def has_sent(self, gradient: torch.Tensor | None) -> bool:
-        """Whether this very tensor was sent, and not another one that has taken its place."""
+        """Whether this very tensor object was sent, not another one that has replaced it."""
         if gradient is None:
             return False
         return gradient.is_sparse or self._sent_from.get(id(gradient)) is gradient
 
     def uses_placeholders(self) -> bool:
-        """Whether Horovod gets placeholders for gradients in buckets: the same on all ranks."""
-        # The first gradient comes by `compress`, before there is a GradientHook, and needs one.
-        # Which gradient it is differs between ranks, so in that step all have one.
+        """Whether Horovod gets placeholders for gradients in buckets; the same on all ranks."""
+        # The first gradient arrives through `compress`, before there is a GradientHook, and needs a
+        # placeholder. Which gradient that is differs between ranks, so in that step all have one.
         return self._steps <= 1
 
     def give_up(self) -> None:
-        """Drop the exchanges of a step that broke off, without waiting for other ranks.
+        """Drop the exchanges of an aborted step, without waiting for other ranks.
 
-        The step is undone: ranks may have reached different points of it, and must end up equal.
+        The step is undone, as ranks may have reached different points of it and must end up equal.
         """
         under_way = not self.pending.empty
         self.pending.drop()
@@ -245,19 +247,19 @@ class OptimizerState:
             self.buckets.begin()
 
     def set_number(self, number: int) -> None:
-        """Set the number in names of collectives, on which ranks agreed as new to all of them."""
+        """Set the number in names of collectives, which ranks have agreed is unused on all."""
         self._number, self._broken = number, 0
         OptimizerState.unused_number = max(OptimizerState.unused_number, number + 1)
 
     def forget_sent(self) -> None:
-        """Forget the collectives that were sent: Horovod was restarted, or they have ended."""
+        """Clear the record of sent collectives: Horovod was restarted, or they have ended."""
         self.sent.clear()
         self.has_broken_rounds = False
 
     def wire_name(self, key: str) -> str:
-        """Return a name for collectives under which Horovod waits for nothing.
+        """Return a name for a collective that is not pending in Horovod.
 
-        What one rank has sent, and no other, of a broken step or a deleted optimizer, stays there.
+        Collectives that only some ranks sent, from an aborted step or a deleted optimizer, remain.
         """
         return f"{key}.{self._number}.{self._broken}" if self._number or self._broken else key
 
@@ -266,11 +268,11 @@ class OptimizerState:
         (self._dense if dense else self._coded).update(names)
 
     def mark_all_sent(self) -> None:
-        """Note that all gradients were sent; called when Horovod asks for a step's first mean."""
+        """Note that all gradients were sent; called when Horovod requests a step's first mean."""
         self._dense.clear()
 
     def complete(self) -> None:
-        """Complete all exchanges, for the first mean of a step that Horovod asks for.
+        """Complete all exchanges; called when Horovod requests a step's first mean.
 
         If that fails, the step has failed.
         """
@@ -286,13 +288,13 @@ class OptimizerState:
         self.sent.clear()
 
     def reset(self) -> None:
-        """Let all ranks agree again and count from here, before new ranks receive a state."""
+        """Make all ranks agree again and restart counts, before new ranks receive a state."""
         self._broken = self._steps = 0
         self.engine.reset()
 
 
 def optimizers_with_memory() -> list[Any]:
-    """The optimizers that have a state."""
+    """Return the optimizers that have a state."""
     return list(_of_optimizer)
 
 
