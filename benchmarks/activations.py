@@ -307,9 +307,9 @@ def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--nets", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="run only these methods")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="other than a net's own")
+    parser.add_argument("--steps", type=int, help="instead of each net's own number")
     args = parser.parse_args()
     path = path_of(args, RESULTS)
     runs = plan(

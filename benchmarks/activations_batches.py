@@ -114,7 +114,9 @@ def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
     parser = flags(__doc__)
-    parser.add_argument("--images", type=int, default=2, help="of the plain step that is the limit")
+    parser.add_argument(
+        "--images", type=int, default=2, help="of the plain step that sets the limit"
+    )
     chosen = ["AlexNet", "ResNet-50"]
     make_nets(parser, "activations_batches.json", NETS, METHODS, rows_of, table, chosen)
 

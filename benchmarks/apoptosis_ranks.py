@@ -139,13 +139,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=1406, help="that plain takes")
-    parser.add_argument("--more", type=float, default=1.25, help="steps of apoptosis over those")
+    parser.add_argument("--steps", type=int, default=1406, help="steps of plain")
+    parser.add_argument("--more", type=float, default=1.25, help="steps of apoptosis over plain's")
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--round-to", type=int, default=8)
     parser.add_argument("--schedule", default="aggressive")
-    parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
+    parser.add_argument("--report", action="store_true", help="run nothing; print the table")
     args = parser.parse_args()
     args.widths = [1024, 1024]
     if args.quick:

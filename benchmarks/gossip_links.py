@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gbit", type=float, default=0.1)
     parser.add_argument("--rho", type=float, nargs="+", default=[1.0, 2.56])
     parser.add_argument("--slow", type=float, nargs="+", default=[1.0, 1.5])
-    parser.add_argument("--steps", type=int, default=4, help="timed ones, two go before")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps, after two untimed")
     parser.add_argument("--timeout", type=float, default=3600)
     return parser.parse_args(argv)
 

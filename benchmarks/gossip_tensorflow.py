@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["all-reduce", "weights"])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    parser.add_argument("--png", type=Path, help="plot all rows")
     args = parser.parse_args()
     path = path_of(args, RESULTS)
     runs = plan(args.methods, args.seeds, args.ranks, args.steps)

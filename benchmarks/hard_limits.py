@@ -132,9 +132,9 @@ def main() -> None:
     parser = flags(__doc__, ROOT / "benchmarks/results/hard_limits.json")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--trials", type=int, default=2)
-    parser.add_argument("--scratch", type=int, default=0, help="MiB more, for kernels' scratch")
-    parser.add_argument("--cgroup", default="", help="a folder of /sys/fs/cgroup made for this")
-    parser.add_argument("--one", type=json.loads, help="this trial, in this process")
+    parser.add_argument("--scratch", type=int, default=0, help="MiB added for kernels' scratch")
+    parser.add_argument("--cgroup", default="", help="a folder under /sys/fs/cgroup to use")
+    parser.add_argument("--one", type=json.loads, help="run this trial in this process")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(trial(args.one)), flush=True)

@@ -172,7 +172,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Do the runs that are missing, then print the tables."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0])

@@ -152,7 +152,7 @@ def mean_of(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Print the table, or measure."""
     parser = flags(__doc__, RATES)
-    parser.add_argument("--measure", action="store_true", help="rates of this machine")
+    parser.add_argument("--measure", action="store_true", help="measure this machine's rates")
     args = parser.parse_args()
     if args.measure:
         mean = mean_of(run_ranks(__file__, {}, ranks=RANKS, timeout_s=300))

@@ -246,8 +246,8 @@ def measured(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Print, write or measure."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--write", action="store_true", help="into README")
-    parser.add_argument("--measure", action="store_true", help="steps behind shaped links")
+    parser.add_argument("--write", action="store_true", help="write the tables into README")
+    parser.add_argument("--measure", action="store_true", help="measure steps over shaped links")
     parser.add_argument("--models", nargs="+", default=["transformer", "resnet50"])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 0.1])
     parser.add_argument("--steps", type=int, default=9)

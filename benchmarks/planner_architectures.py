@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=[])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--rows", choices=list(ALL), help="these alone, as JSON")
+    parser.add_argument("--rows", choices=list(ALL), help="only these, as JSON")
     args = parser.parse_args()
     if args.rows:
         for library in ("transformers", "diffusers"):

@@ -34,40 +34,49 @@ from wire_methods import METHODS
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with what --quick makes of them."""
     parser = flags(__doc__)
-    parser.add_argument("--estimate", action="store_true", help="record, say how long, and end")
+    parser.add_argument(
+        "--estimate", action="store_true", help="only record and print the time needed"
+    )
     parser.add_argument("--quick", action="store_true", help="4 ranks and few steps, 2 minutes")
-    parser.add_argument("--clean", action="store_true", help="remove what a killed run has left")
+    parser.add_argument("--clean", action="store_true", help="clean up after a killed run")
     parser.add_argument("--models", nargs="+", choices=REPLAYED + TRAINED, default=list(REPLAYED))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.1])
-    parser.add_argument("--steps", type=int, default=3, help="timed ones of a replayed run")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a replayed run")
     parser.add_argument("--train-steps", type=int, default=400)
-    parser.add_argument("--looks", type=int, default=20, help="times accuracy is taken in training")
+    parser.add_argument("--looks", type=int, default=20, help="number of accuracy tests")
     parser.add_argument("--batch", type=int, default=16, help="images per rank in training")
-    parser.add_argument("--target", type=float, help="per cent right that the clock is read at")
-    parser.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
-    parser.add_argument("--warmup", type=int, default=10, help="dense steps of it in training")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
-    parser.add_argument("--gpu", choices=GPUS, default="p100", help="computes, as published")
+    parser.add_argument("--target", type=float, help="target accuracy, per cent")
+    parser.add_argument("--ratio", type=float, default=100.0, help="ratio of the shared exchange")
+    parser.add_argument("--warmup", type=int, default=10, help="its dense steps in training")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of training")
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="p100", help="GPU whose published times are used"
+    )
     parser.add_argument(
         "--link",
         choices=WIRES,
         default="10gbe",
-        help="of the cluster that a replay at --gbit is: all seconds grow by the rates' ratio",
+        help="link of the modelled cluster: --gbit replays it in slow motion, all seconds scaled",
     )
     parser.add_argument(
-        "--overlap", nargs="+", type=int, choices=[0, 1], default=[0], help="exchange beside it"
+        "--overlap",
+        nargs="+",
+        type=int,
+        choices=[0, 1],
+        default=[0],
+        help="1: overlap the exchange with the backward pass",
     )
     parser.add_argument(
         "--codec",
         nargs="+",
         choices=["core", "free"],
         default=["free"],
-        help="in replayed runs: the seconds of one core of this machine, or none",
+        help="replayed runs: a codec as fast as one core of this machine, or free",
     )
-    parser.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
-    parser.add_argument("--timeout", type=float, default=7200, help="seconds for a rate")
+    parser.add_argument("--recorded", type=Path, help="folder to keep recordings in")
+    parser.add_argument("--timeout", type=float, default=7200, help="seconds per link rate")
     args = parser.parse_args(argv)
     args.overlap = [bool(value) for value in args.overlap]
     if args.quick:

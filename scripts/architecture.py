@@ -1,10 +1,10 @@
-"""The pictures and tables of docs/architecture.md, made from the imports of the code.
+"""Make the pictures and tables of docs/architecture.md from the imports of the code.
 
     python scripts/architecture.py [--check]
 
-Writes between the markers of the page; with --check it writes nothing and ends with 1 where the
-page is not what the code says. An arrow of a picture is an import: from who asks to who is asked,
-over files that are not in the picture where need be. Imports inside functions count.
+Writes between the markers of the page; with --check it writes nothing and exits with 1 if the
+page is out of date. An arrow in a picture is an import, from the importer to the imported file,
+possibly through files that are not in the picture. Imports inside functions count.
 """
 
 from __future__ import annotations
@@ -176,7 +176,9 @@ def filled(text: str) -> str:
 def main() -> int:
     """Write the page, or say whether it is what the code says."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if out of date"
+    )
     options = parser.parse_args()
     text = PAGE.read_text(encoding="utf-8")
     new = filled(text)

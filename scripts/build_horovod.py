@@ -2,14 +2,14 @@
 """Build Horovod 0.28.1 against the torch and TensorFlow installed in this interpreter.
 
 `pip install horovod` fails with every torch since 2.1 and every TensorFlow since 2.18: the last
-release is of 2023. This script takes that release as it is on the package index, checks it against
-a pinned hash, makes the edits listed in horovod_edits.py, builds a wheel, keeps it under a hash of
-all it was built against, installs it and runs two ranks through it.
+release is from 2023. This script downloads that release from the package index, checks it against
+a pinned hash, applies the edits listed in horovod_edits.py, builds a wheel, caches it under a hash
+of everything it was built against, installs it and checks it with two ranks.
 
     python scripts/build_horovod.py                # build (or take from the cache) and install
-    python scripts/build_horovod.py --check        # only say what would be done
-    python scripts/build_horovod.py --wheel-only   # leave the interpreter as it is
-    python scripts/build_horovod.py --carry DIR    # and lay it out for a machine without a network
+    python scripts/build_horovod.py --check        # only print what would be done
+    python scripts/build_horovod.py --wheel-only   # do not install
+    python scripts/build_horovod.py --carry DIR    # also for a machine without a network
 
 Where torch is a CUDA build, GPU tensors go through NCCL: with a CUDA toolkit that is there, or one
 put together from wheels for this build (horovod_cuda.py). Without either it is for CPU tensors.
@@ -201,12 +201,12 @@ def build(
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only say what would be done")
+    parser.add_argument("--check", action="store_true", help="only print what would be done")
     parser.add_argument("--wheel-only", action="store_true", help="build, do not install")
     parser.add_argument("--cpu-only", action="store_true", help="leave CUDA and NCCL out")
     parser.add_argument("--force", action="store_true", help="build even if a wheel is cached")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where wheels are kept")
-    parser.add_argument("--sdist", type=Path, help=f"a horovod-{VERSION}.tar.gz already here")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where to cache wheels")
+    parser.add_argument("--sdist", type=Path, help=f"a local horovod-{VERSION}.tar.gz")
     parser.add_argument(
         "--installed-tools",
         action="store_true",
@@ -216,9 +216,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--carry",
         type=Path,
-        help="lay the wheel and those it imports out in a folder, for a machine without a network",
+        help="put the wheel and its dependencies into a folder, for a machine without a network",
     )
-    parser.add_argument("--json", type=Path, help="write what was built and how it was proved")
+    parser.add_argument("--json", type=Path, help="write what was built and how it was checked")
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
     args = parser.parse_args(argv)
     args.cache = args.cache.resolve()

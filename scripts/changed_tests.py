@@ -1,11 +1,11 @@
-"""Which tests does a change concern? Their files, found by imports: `make test-changed` runs them.
+"""Print the test files that a change concerns, found by imports; `make test-changed` runs them.
 
-    python scripts/changed_tests.py                what differs from main, committed or not
-    python scripts/changed_tests.py --since REF    what differs from another commit
+    python scripts/changed_tests.py                changes against main, committed or not
+    python scripts/changed_tests.py --since REF    changes against another commit
 
 A file concerns a test if the test's file reaches it by imports (those inside functions count), or
-names it in a string, as tests name the scripts that they start. Whatever no Python file can reach,
-C++ or a settings file say, concerns the tests of FURTHER; what is not in that table concerns all.
+names it in a string, as tests name the scripts that they start. Files that no Python file can
+reach, such as C++ or settings, concern the tests in FURTHER; files not in that table concern all.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def changed_since(ref: str) -> list[str]:
 def main() -> int:
     """Print what concerns the change, a line each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--since", default="main", help="the commit to compare with: main")
+    parser.add_argument("--since", default="main", help="commit to compare with (default: main)")
     args = parser.parse_args()
     known = sources()
     for line in concerned(changed_since(args.since), known, users_of(known)):

@@ -1,8 +1,8 @@
-"""Docstrings of this project as Markdown, for the reference pages of the site.
+"""Convert this project's docstrings to Markdown, for the reference pages of the site.
 
-Sections have NumPy's headings, but their entries are `name : what it is`, not a type: the signature
-has that. A parser of NumPy's form takes the sentence for a type. So this extension of Griffe, by
-which mkdocstrings reads code, makes lists of entries and blocks of examples, and nothing parses.
+Sections have NumPy's headings, but their entries are `name : description`, without a type, which
+the signature has. A NumPy docstring parser would take the description for a type. So this Griffe
+extension (mkdocstrings reads code with Griffe) converts entries to lists and examples to blocks.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""What the site needs beyond MkDocs: a hook, named in mkdocs.yml.
+"""MkDocs hook of the site, named in mkdocs.yml.
 
     make docs
 
-Pages stay plain Markdown, whose relative links work on a code host too. So README is taken into the
-start page where it is marked; CONTRIBUTING and CHANGELOG become pages; files that pages link to
-outside of docs/ are carried along under source/; decisions are listed; and flowcharts of Mermaid,
-which would need a script from elsewhere, are drawn here.
+Pages stay plain Markdown, whose relative links also work on a code host. So this hook inserts
+README into the start page at its marker, makes pages of CONTRIBUTING and CHANGELOG, copies files
+outside of docs/ to which pages link to source/, lists the decisions, and draws Mermaid flowcharts,
+which would otherwise need an external script.
 """
 
 from __future__ import annotations

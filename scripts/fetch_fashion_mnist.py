@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Find Fashion-MNIST, or get it from Debian's archive; prints the folder that holds it.
+"""Find Fashion-MNIST, or download it from Debian's archive; prints its folder.
 
-Looked for in $FASHION_MNIST_DIR, where Debian's package puts it, and in .cache/fashion-mnist of
-this project. Else, where apt is at hand, the package is fetched and unpacked into that cache: this
-needs no root and installs nothing. It happens in a folder that is closed to everybody else, and a
-file comes into the cache only if what it holds is known.
+It looks in $FASHION_MNIST_DIR, where Debian's package installs it, and in .cache/fashion-mnist of
+this project. Otherwise, if apt is available, it downloads the package and unpacks it into that
+cache, without root and without installing anything. It uses a folder that only this user can
+access, and a file is moved to the cache only if its hash is known.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""A CUDA toolkit for the build of Horovod: one that is there, or one put together from wheels.
+"""Provide a CUDA toolkit for the build of Horovod: an installed one, or one assembled from wheels.
 
-The obvious way is to ask for nvcc on the PATH. But nobody who took torch from a package index has
-one; where there is one it may be a wrapper script, by whose folder CMake guesses a wrong root; and
-one without its headers fails late. So a toolkit counts only if all that the build reads is there.
-torch's own wheels bring libraries and most headers of a toolkit, under nvidia/cu13 (CUDA 12: a
-folder a package); nvcc and the rest come as wheels of the same version, into a folder that goes
-with the build.
+The obvious way is to require nvcc on the PATH. But users who installed torch from a package index
+have none; if there is one, it may be a wrapper script, from whose folder CMake guesses a wrong
+root; and a toolkit without headers fails late. So a toolkit counts only if it has everything that
+the build reads. torch's own wheels contain libraries and most headers of a toolkit, under
+nvidia/cu13 (CUDA 12: one folder per package); nvcc and the rest come as wheels of the same version,
+in a folder that is deleted after the build.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What Horovod 0.28.1 needs changed to build today, as data: file, old text, new text, reason.
+"""Edits that Horovod 0.28.1 needs to build today, as data: file, old text, new text, reason.
 
-The obvious way is a patch file, but a patch that half applies says "hunk 3 failed" and leaves the
-reader to find out what hunk 3 was for. Here every edit names its reason and how often its text must
-occur; one that does not find its place stops the build before the compiler starts.
+The obvious way is a patch file, but when it fails to apply it says "hunk 3 failed" and leaves the
+reader to find out what hunk 3 was for. Here every edit states its reason and how often its text
+must occur; an edit that does not match stops the build before the compiler starts.
 """
 
 from __future__ import annotations

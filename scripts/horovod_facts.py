@@ -1,4 +1,4 @@
-"""What is said of a build of Horovod: before it in words, after it as facts for a file."""
+"""Describe a build of Horovod: as text before it, as facts for a file after it."""
 
 from __future__ import annotations
 

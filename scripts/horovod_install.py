@@ -1,4 +1,4 @@
-"""What becomes of a built wheel: installed and proved over two ranks, or laid out for elsewhere."""
+"""Install a built wheel and check it with two ranks, or copy it for another machine."""
 
 from __future__ import annotations
 

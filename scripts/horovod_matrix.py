@@ -3,12 +3,12 @@
 
     python scripts/horovod_matrix.py --folder /tmp/matrix       # all cells without a result yet
     python scripts/horovod_matrix.py --folder /tmp/matrix torch-2.15.0-cuda-py3.11
-    python scripts/horovod_matrix.py --table                    # docs/horovod.md anew, no builds
+    python scripts/horovod_matrix.py --table                    # rewrite docs/horovod.md, no builds
 
-A cell is a fresh virtual environment with a torch, perhaps a TensorFlow, and nothing else; what is
-run in it is build_horovod.py, as a user runs it. A cell that cannot be had keeps the reason. The
-result file is written after each cell, so that a run which was cut off goes on where it stopped:
-wheels and half-done environments lie in the folder. A finished environment, gigabytes, is deleted.
+A cell is a fresh virtual environment with a torch, perhaps a TensorFlow, and nothing else; it runs
+build_horovod.py as a user does. For an impossible cell the reason is recorded. The result file is
+written after each cell, so that an interrupted run resumes where it stopped: wheels and partial
+environments are kept in the folder. A finished environment, which takes gigabytes, is deleted.
 """
 
 from __future__ import annotations
@@ -257,18 +257,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     names = [cell.name for cell in CELLS]
-    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(names)}")
-    parser.add_argument("--folder", type=Path, help="environments, wheels and logs: 15 GB free")
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"some of {', '.join(names)}")
+    parser.add_argument("--folder", type=Path, help="for environments, wheels and logs: 15 GB free")
     parser.add_argument("--result", type=Path, default=RESULT, help="the result file")
-    parser.add_argument("--python", type=Path, action="append", default=[], help="one to look at")
+    parser.add_argument(
+        "--python", type=Path, action="append", default=[], help="interpreter to use"
+    )
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
     parser.add_argument("--again", action="store_true", help="also cells that have a result")
     parser.add_argument("--keep", action="store_true", help="do not delete environments")
     parser.add_argument(
-        "--table", action="store_true", help="write the page's table, build nothing"
+        "--table", action="store_true", help="rewrite the page's table, build nothing"
     )
     parser.add_argument(
-        "--check", action="store_true", help="say whether the page is as --table makes it"
+        "--check", action="store_true", help="check whether the page's table is current"
     )
     args = parser.parse_args(argv)
     if unknown := set(args.cells) - set(names):

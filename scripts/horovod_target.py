@@ -1,8 +1,8 @@
-"""What a Horovod build is made against: found without importing a framework, and hashed.
+"""Determine and hash what a Horovod build is made against, without importing a framework.
 
 A wheel fits exactly one set of interpreter, frameworks, compiler and processor. Importing torch
-and TensorFlow to ask their versions costs ten seconds at every `make`; their installed metadata
-says the same in a tenth of one.
+and TensorFlow to read their versions takes ten seconds at every `make`; reading their installed
+metadata takes a tenth of a second.
 """
 
 from __future__ import annotations

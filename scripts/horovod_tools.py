@@ -1,4 +1,4 @@
-"""What the build of Horovod borrows: compilers, memory, NCCL; and tools pinned by hash."""
+"""Resources of the build of Horovod: compilers, memory, NCCL; and tools pinned by hash."""
 
 from __future__ import annotations
 

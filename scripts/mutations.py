@@ -1,11 +1,11 @@
-"""Do the tests notice a fault? Breaks lines of the packages, one at a time, in a copy of the tree.
+"""Do the tests notice a fault? Break lines of the packages, one at a time, in a copy of the tree.
 
     python scripts/mutations.py --number 200 --log mutations.jsonl
     python scripts/mutations.py --number 25 --log ops.jsonl --tests tests/compress sn_compress/ops
 
 Runs the tests that `changed_tests` names for the broken file, nearest by imports first, until one
 fails: "caught", if it passes without the change. "survived": all passed. "unfinished": none had
-failed at the time limit. A mutant that is in the log already is not run again.
+failed by the time limit. A mutant that is already in the log is not run again.
 """
 
 from __future__ import annotations
@@ -160,12 +160,12 @@ def main() -> int:
     """Break the lines that are asked for, print what became of each, and count."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="*", default=changed_tests.PACKAGES, help="files, folders")
-    parser.add_argument("--number", type=int, default=200, help="of lines: 200")
-    parser.add_argument("--seed", type=int, default=0, help="which lines: 0")
-    parser.add_argument("--log", type=Path, required=True, help="JSON lines, to go on with")
-    parser.add_argument("--tests", default="tests", help="run no others than those below")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a mutant: 600")
-    parser.add_argument("--marks", default="not slow and not horovod", help="as pytest's -m")
+    parser.add_argument("--number", type=int, default=200, help="number of lines (default 200)")
+    parser.add_argument("--seed", type=int, default=0, help="selects the lines (default 0)")
+    parser.add_argument("--log", type=Path, required=True, help="JSON lines; resumed if it exists")
+    parser.add_argument("--tests", default="tests", help="run only tests in this folder")
+    parser.add_argument("--limit", type=float, default=600, help="seconds per mutant (default 600)")
+    parser.add_argument("--marks", default="not slow and not horovod", help="pytest's -m")
     options, root = parser.parse_args(), changed_tests.ROOT
     paths = [path for path in options.paths for path in (root / path, *(root / path).rglob("*"))]
     files = sorted({path for path in paths if path.suffix == ".py"})

@@ -2,12 +2,12 @@
 """Run the tests under several interpreters, each with its own torch, and keep a table.
 
     python scripts/tested_versions.py .venv-one/bin/python .venv-other/bin/python
-    python scripts/tested_versions.py --table           # docs/works.md anew, nothing is run
+    python scripts/tested_versions.py --table           # rewrite docs/works.md, run nothing
 
 An environment:
 `make .venv-one/.stamps/packages VENV=.venv-one TORCH=torch==2.15.0 TENSORFLOW= CONSTRAINTS=`.
-What is run is `pytest -n 2 -m "not slow"`, as `make test` does; a test skips where what it is
-about is not installed. A row is kept for each pair of Python and torch.
+It runs `pytest -n 2 -m "not slow"`, as `make test` does; tests of packages that are not
+installed skip. A row is kept for each pair of Python and torch.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     """Run, keep, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", type=Path)
-    parser.add_argument("--table", action="store_true", help="only write the page")
+    parser.add_argument("--table", action="store_true", help="only rewrite the page's table")
     parser.add_argument("--pytest", default="-n 2 -m 'not slow'", help="arguments of pytest")
     args = parser.parse_args(argv)
     if not args.pythons and not args.table:

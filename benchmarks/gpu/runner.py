@@ -157,11 +157,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
-    parser.add_argument("--wheels", type=Path, default=ROOT / ".cache/gpu-wheels", help="Horovod's")
-    parser.add_argument("--required", type=int, choices=(0, 1), default=1, help="0: a GPU is not")
-    parser.add_argument("--no-build", action="store_true", help="the C++ lies built in place")
+    parser.add_argument(
+        "--wheels", type=Path, default=ROOT / ".cache/gpu-wheels", help="folder of Horovod's wheels"
+    )
+    parser.add_argument(
+        "--required", type=int, choices=(0, 1), default=1, help="0: no failure without a GPU"
+    )
+    parser.add_argument("--no-build", action="store_true", help="the C++ is already built")
     parser.add_argument("--sections", nargs="+", choices=names, default=names)
-    parser.add_argument("--without", nargs="+", choices=names, default=[], help="of these none")
+    parser.add_argument(
+        "--without", nargs="+", choices=names, default=[], help="leave these sections out"
+    )
     return parser.parse_args(argv)
 
 

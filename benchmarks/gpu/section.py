@@ -38,8 +38,8 @@ class Section:
     def __init__(self, name: str, argv: Sequence[str] | None = None) -> None:
         parser = argparse.ArgumentParser(description=f"the section {name} of make gpu")
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-        parser.add_argument("--json", type=Path, help="what was found is kept there")
-        parser.add_argument("--seconds", type=float, default=60.0, help="its share of the time")
+        parser.add_argument("--json", type=Path, help="file for the results")
+        parser.add_argument("--seconds", type=float, default=60.0, help="share of the time")
         args = parser.parse_args(argv)
         self.device, self.path = str(args.device), args.json
         self._ends = time.monotonic() + args.seconds

@@ -48,7 +48,7 @@ def add_predict(commands: Any) -> None:
         commands,
         "predict",
         _predict,
-        help="seconds of a step by each method, and the link below which it pays",
+        help="seconds of a step with each method, and the link rate below which it pays",
         epilog="examples: sn compress predict --model resnet50 --ranks 8 --gbit 1 --overlap; "
         "sn compress predict --nodes 16 --gpus 8 --gbit 25 --inside nvlink",
     )
@@ -56,49 +56,60 @@ def add_predict(commands: Any) -> None:
         "--model", default="gpt2-small", choices=sorted(MODELS), help="(default gpt2-small)"
     )
     how_many = flags.add_mutually_exclusive_group(required=True)
-    how_many.add_argument("--ranks", type=count, help="each with a link of its own")
-    how_many.add_argument("--nodes", type=count, help="of --gpus ranks each, which share a link")
-    flags.add_argument("--gpus", type=count, help="of a node (default 8)")
+    how_many.add_argument("--ranks", type=count, help="number of ranks, each with its own link")
+    how_many.add_argument(
+        "--nodes", type=count, help="number of nodes, of --gpus ranks each, which share a link"
+    )
+    flags.add_argument("--gpus", type=count, help="GPUs per node (default 8)")
     flags.add_argument(
         "--inside",
         metavar="LINK",
-        help=f"of each GPU to the others of its node: {', '.join(INSIDE)}, or Gbit/s "
+        help=f"link of each GPU to the others of its node: {', '.join(INSIDE)}, or Gbit/s "
         "(default nvlink)",
     )
     flags.add_argument(
         "--cores",
         type=count,
-        help="of a node that trains on its CPU: its ranks share them, to compute, to encode, and "
-        "to move bytes by Gloo; left out, each rank has enough of them",
+        help="cores of a node that trains on its CPU; its ranks share them, for computing, "
+        "encoding, and Gloo's transfers (default: enough for each rank)",
     )
     flags.add_argument(
-        "--gbit", type=positive, required=True, help="of each rank's or node's link, 1e9 bits/s"
+        "--gbit",
+        type=positive,
+        required=True,
+        help="rate of each rank's or node's link, in 1e9 bits/s",
     )
     flags.add_argument(
-        "--latency-us", type=not_negative, default=50, help="of one message (default 50)"
+        "--latency-us", type=not_negative, default=50, help="latency of one message (default 50)"
     )
     flags.add_argument(
-        "--ratio", type=float, default=Settings().ratio, help="of LowRankCompression"
+        "--ratio",
+        type=float,
+        default=Settings().ratio,
+        help="ratio of LowRankCompression (default %(default)g)",
     )
     flags.add_argument(
         "--compute-ms",
         type=not_negative,
         default=0,
-        help="forward and backward pass; 0: exchange alone",
+        help="time of the forward and backward pass (default 0: only the exchange)",
     )
-    flags.add_argument("--overlap", action="store_true", help="exchange beside the backward pass")
+    flags.add_argument(
+        "--overlap", action="store_true", help="overlap the exchange with the backward pass"
+    )
     flags.add_argument(
         "--codec",
         choices=["measure", "free", *RECORDED],
         default="measure",
-        help="time the codec on one core here, or take no time for it, as bytes alone would give; "
-        "core and h200 take the rates of an AMD EPYC's and of an H200, the same everywhere",
+        help="time the codec on one core of this machine (default); free: the codec takes no time; "
+        "core, h200: recorded rates of a core of an AMD EPYC and of an H200",
     )
     flags.add_argument(
         "--plot",
         type=picture_file,
         metavar="FILE",
-        help="a picture up to 1,024 ranks; with --nodes a map of the fastest, to 16,384 GPUs",
+        help="write a plot up to 1,024 ranks; with --nodes a map of the fastest method, up to "
+        "16,384 GPUs",
     )
 
 

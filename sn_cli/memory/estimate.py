@@ -31,42 +31,46 @@ def add_estimate(commands: Any) -> None:
         commands,
         "estimate",
         _estimate,
-        help="what a training step of a model holds; does it fit?",
+        help="memory of a model's training step; does it fit?",
         epilog="exit code 1: it does not fit into --budget, or on --device",
     )
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--budget", help='bytes, or "6GiB": does a step fit, and what batch does?')
+    parser.add_argument(
+        "--budget", help='bytes, or "6GiB": does a step fit, and what is the largest batch?'
+    )
     parser.add_argument(
         "--device",
-        help=f"a device that is not here ({', '.join(DEVICES)}): the largest batch that fits, in "
-        "each way to train; predicted, not measured",
+        help=f"an absent device ({', '.join(DEVICES)}): predict the largest batch that fits, for "
+        "each training method; not measured",
     )
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="its state counts; torch's")
-    parser.add_argument("--batch", type=_span, help="as 8; with --device 1..512 (default)")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="count the state of torch's class")
+    parser.add_argument("--batch", type=_span, help="such as 8; with --device 1..512 (default)")
     parser.add_argument(
-        "--sequence", type=_powers, help="as 1024, or 128..8192: each power of two between"
+        "--sequence", type=_powers, help="such as 1024, or 128..8192: each power of two between"
     )
     parser.add_argument(
-        "--cards", type=_powers, default=[1], help="as 8, or 1..8: on so many, under FSDP2"
+        "--cards", type=_powers, default=[1], help="such as 8, or 1..8: that many, under FSDP2"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the parameters; default: their own")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of parameters; default: their own")
     parser.add_argument(
         "--amp", action="store_true", help="autocast to bf16 (with --dtype fp16, fp16)"
     )
     parser.add_argument(
         "--state",
         choices=("host",),
-        help="also with the optimizer's state, and the parameters, on the host of --device",
+        help="add rows with optimizer state, and with parameters too, on the host of --device",
     )
     parser.add_argument(
         "--host-speed",
         type=positive,
         default=100.0,
         metavar="GB/S",
-        help="what the memory of that host moves, for updates that it makes (default 100, assumed)",
+        help="memory bandwidth of that host, for updates on it (default: 100, an assumption)",
     )
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a plan (default 5)")
-    parser.add_argument("--picture", type=picture_file, help="a PNG of the table")
+    parser.add_argument(
+        "--time-limit", type=float, default=5.0, help="seconds per plan (default 5)"
+    )
+    parser.add_argument("--picture", type=picture_file, help="PNG of the table to write")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
