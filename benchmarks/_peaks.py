@@ -1,4 +1,4 @@
-"""Peaks by the allocator, columns of peaks, and how rows are made, for both frameworks."""
+"""Shared by benchmarks of peaks, for both frameworks: peaks by the allocator, columns, rows."""
 
 from __future__ import annotations
 

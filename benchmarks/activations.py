@@ -1,4 +1,4 @@
-"""Does training with compressed activations end as well? Three nets, beside other ways to save.
+"""Does training with compressed activations end as well? Three nets, compared with rivals.
 
     python -m benchmarks activations            what is missing of the study
     python -m benchmarks activations --quick    one short run of each method: does it all run?

@@ -1,4 +1,4 @@
-"""Images a second under one limit of memory: plain, checkpoints, compressed activations.
+"""Images per second under one memory limit: plain, checkpoints, compressed activations.
 
     python -m benchmarks activations_batches          about ten minutes
     python -m benchmarks activations_batches --quick  AlexNet, a small limit

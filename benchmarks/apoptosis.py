@@ -1,4 +1,4 @@
-"""What does apoptosis gain? Wide and narrow nets, beside magnitude pruning.
+"""What does apoptosis gain? Wide and narrow nets, compared with magnitude pruning.
 
     python -m benchmarks apoptosis            what is missing of the whole study
     python -m benchmarks apoptosis --quick    one short run of each: does it all run?

@@ -1,4 +1,4 @@
-"""What compression adds to a DDP step: CPU and wall milliseconds of every way, in turn.
+"""What compression adds to a DDP step: CPU and wall milliseconds of every way, alternating.
 
     python -m benchmarks ddp_step            three runs of two ranks, about two minutes each
     python -m benchmarks ddp_step --report   the table of what has been measured

@@ -1,4 +1,4 @@
-"""Evidence of what a tree does, frozen before a redesign and compared after it.
+"""Record what a tree does before a redesign, and compare it afterwards.
 
     python -m benchmarks evidence freeze --out FOLDER [--sections NAME ...] [--units NAME ...]
                                          [--all] [--resume]

@@ -1,4 +1,4 @@
-"""How much of gradient and memory a step sends: low rank against frequencies, in equal words.
+"""How much of gradient and memory a step sends: low rank and frequencies, in equal words.
 
     python -m benchmarks frequencies [--net cnn] [--directions 1 3] [--steps 60] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""FSDP2 in fewer bytes: loss of a small GPT-2 by seed, bytes that travel, alone and with a plan.
+"""FSDP2 in fewer bytes: loss of a small GPT-2 by seed, and bytes, alone and with a plan.
 
     python -m benchmarks fsdp_shards [--ways NAME ...] [--seeds 0 1 2] [--steps 200] [--json FILE]
     python -m benchmarks fsdp_shards --report

@@ -1,4 +1,4 @@
-"""Seconds of a step by gossip and by all-reduce, behind shaped links, with one slow rank or none.
+"""Seconds of a step with gossip and all-reduce, over shaped links, with and without a slow rank.
 
     python -m benchmarks gossip_links [--model NAME] [--ranks N] [--gbit RATE] [--rho R ...]
                                       [--slow FACTOR ...] [--steps N] [--json FILE]

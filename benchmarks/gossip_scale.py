@@ -1,4 +1,4 @@
-"""Seconds of a step on up to 1,024 ranks, simulated from the link and codec that were measured.
+"""Seconds of a step on up to 1,024 ranks, simulated from the measured link and codec.
 
     python -m benchmarks gossip_scale [--measure] [--steps N] [--json FILE] [--png FILE]
 

@@ -1,4 +1,4 @@
-"""Networks that train under a limit that the kernel keeps, and plain of which it refuses memory.
+"""Networks that train, with a plan, under a hard limit in which plain runs out of memory.
 
     python -m benchmarks hard_limits [--trials 2] [--json FILE] [--nets NAME ...] [--scratch MIB]
                                      [--cgroup FOLDER]

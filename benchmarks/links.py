@@ -1,4 +1,4 @@
-"""What every method makes of a step on published GPUs and links: computed, not run.
+"""Steps of every method on published GPUs and links: computed, not run.
 
     python -m benchmarks links --json FILE          records exchanges and codecs, and computes
     python -m benchmarks links --recorded FOLDER    with the recordings of benchmarks/training.py

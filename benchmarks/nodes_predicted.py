@@ -1,4 +1,4 @@
-"""Steps of ranks in nodes, measured, beside what `sn_compress.predict` says of them.
+"""Measured steps of ranks in nodes, compared with `sn_compress.predict`.
 
     python -m benchmarks nodes_predicted                a table in Markdown, from kept rows
     python -m benchmarks nodes_predicted --measure      rates of this machine, a minute

@@ -1,4 +1,4 @@
-"""Does compression pay? README's table, and predicted steps beside measured ones.
+"""Does compression pay? README's table, and predicted steps compared with measured ones.
 
     python -m benchmarks pays                  README's tables, by `sn_compress.predict`
     python -m benchmarks pays --write          the same, put into README

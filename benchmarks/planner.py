@@ -1,4 +1,4 @@
-"""Time against memory: `auto` and every planner of the literature on the generated networks.
+"""Time against memory: `auto` and the planners of the literature on the generated networks.
 
     python -m benchmarks planner [--quick] [--json FILE] [--png FILE] [--models NAME ...]
                                  [--budgets N] [--time-limit SECONDS]

@@ -1,4 +1,4 @@
-"""Architectures of other people's libraries under a plan: right, or refused with a reason.
+"""Architectures from libraries under a plan: correct, or refused with a reason.
 
     OMP_NUM_THREADS=1 python -m benchmarks planner_architectures [--json FILE] [--only NAME ...]
         [--resume] [--quick]

@@ -1,4 +1,4 @@
-"""Architectures of all kinds planned within 70 % of their activation memory: right, or refused.
+"""Architectures of all kinds planned for 70 % of activation memory: correct, or refused.
 
     python -m benchmarks planner_architectures_tensorflow [--quick] [--json FILE]
                                                           [--models NAME ...]

@@ -1,4 +1,4 @@
-"""Planned steps beside tf.recompute_grad per block and keras.RematScope, at equal memory.
+"""Planned steps compared with tf.recompute_grad and keras.RematScope, at equal memory.
 
     python -m benchmarks planner_tensorflow_rivals [--quick] [--json FILE] [--models NAME ...]
                                                    [--side PIXELS] [--batch N]

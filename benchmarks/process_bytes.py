@@ -1,4 +1,4 @@
-"""What a process takes beyond the tensors of a planned step: RLIMIT_DATA's count (VmData).
+"""What a process takes beyond the tensors of a planned step, by RLIMIT_DATA's count (VmData).
 
     python -m benchmarks process_bytes [--json FILE] [--nets NAME ...] [--malloc on off]
 

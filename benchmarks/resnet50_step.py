@@ -1,4 +1,4 @@
-"""ResNet-50's gradients at 100x: ratio, collectives, CPU seconds, ops of a bucket.
+"""ResNet-50's gradients at 100x: ratio, collectives, CPU seconds, ops per bucket.
 
     python -m benchmarks resnet50_step            what is missing, about six minutes
     python -m benchmarks resnet50_step --report   the table of what has been measured

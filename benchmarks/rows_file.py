@@ -1,4 +1,4 @@
-"""A benchmark's flags, and the file of its rows, which a run that was stopped goes on with."""
+"""A benchmark's flags, and the file of its rows, from which a stopped run resumes."""
 
 from __future__ import annotations
 

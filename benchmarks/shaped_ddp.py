@@ -1,4 +1,4 @@
-"""DDP behind a shaped link: seconds of a step and seconds to a loss, every way in turn.
+"""DDP over a shaped link: seconds of a step and seconds to a loss, every way alternating.
 
     python -m benchmarks shaped_ddp            as root; needs iproute2; about eight minutes
     python -m benchmarks shaped_ddp --report   the table of what has been measured

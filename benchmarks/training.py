@@ -1,4 +1,4 @@
-"""Seconds per step and time to accuracy of every method, on real ranks behind shaped links.
+"""Seconds per step and time to accuracy of every method, on real ranks over shaped links.
 
     python -m benchmarks training --json FILE       as root; needs iproute2
     python -m benchmarks training --quick           4 ranks, small: does it all run? 2 minutes

@@ -1,4 +1,4 @@
-"""How deep, and how long: what each way trains under one hard limit of memory, run and measured.
+"""How deep, and how long: what each way trains under one hard memory limit, measured.
 
     python -m benchmarks under_limit [--task T ...] [--way W ...] [--limit MIB] [--update early|end]
                                      [--start N] [--grain G] [--steps S] [--json FILE]

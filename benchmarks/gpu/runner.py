@@ -1,4 +1,4 @@
-"""Prove and measure everything a GPU does: `make gpu`, and `make gpu-dry` on the CPU.
+"""Test and measure everything on a GPU: `make gpu`, and `make gpu-dry` on the CPU.
 
     PYTHONPATH=.:benchmarks python -m gpu.runner [--device cpu] [--minutes 10] [--out DIR]
                                 [--wheels DIR] [--required 0] [--no-build] [--sections NAME ...]

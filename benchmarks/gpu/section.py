@@ -1,4 +1,4 @@
-"""What all sections share: a file that is whole after every row, targets, and "cannot, because".
+"""Shared by all sections: a file that is complete after every row, targets, and refusals.
 
 A section is a program, so that one that crashes, or breaks the device for its process, harms no
 other: `python -m gpu.codec_seconds --device cuda --json FILE --seconds 60`. On "cpu" all sizes are
