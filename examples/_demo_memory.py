@@ -86,7 +86,7 @@ class Classifier(nn.Module):
 
 
 def reserve_bytes(model, images):
-    """What a limit has to leave beside the tensors of a step on these images."""
+    """Return the bytes that a limit must leave in addition to the tensors of a step."""
     activation = images.nbytes * model.layers[0].out_channels  # images have one channel
     return SCRATCH_COPIES * activation + PROCESS_BYTES
 

@@ -63,7 +63,7 @@ def sdist_hash(path: Path) -> str:
 def fetch_sdist(
     steps: Steps, cache: Path, local_sdist: Path | None, env: Mapping[str, str]
 ) -> Path:
-    """Return the release's source archive, checked: the given one, the kept one, or a download."""
+    """Return the release's checked source archive: the given one, the cached one, or a download."""
     kept = cache / "sdist" / f"horovod-{VERSION}.tar.gz"
     source = local_sdist or kept
     if local_sdist and not local_sdist.is_file():
@@ -104,7 +104,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def build_environment(target: Target, digest: str, jobs: int) -> dict[str, str]:
-    """Return the environment of the build: ours in, stray Horovod switches and make's own out."""
+    """Return the build's environment: our variables, and none of stray Horovod's or make's."""
     kept = dict(target.settings)
     env = {
         name: value
@@ -128,7 +128,7 @@ def build_environment(target: Target, digest: str, jobs: int) -> dict[str, str]:
 def compile_wheel(
     steps: Steps, tree: Path, work: Path, env: dict[str, str], *, folder: Path
 ) -> Path:
-    """Build the edited source and move the wheel to its place in the cache."""
+    """Build the edited source and move the wheel into the cache."""
 
     def show(line: str) -> None:
         # make prints "[ 42%] Building CXX object ..."

@@ -17,16 +17,16 @@ _ENTRY = re.compile(r"(\*{0,2}\w[\w*, ]*?)(?: : (.*))?")
 
 
 class Docstrings(Extension):
-    """Rewrites the docstring of everything that is read."""
+    """Griffe extension that rewrites every docstring."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Of one module, class, function or attribute."""
+        """Rewrite the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)
 
 
 def markdown(text: str) -> str:
-    r"""A docstring as Markdown.
+    r"""Return a docstring as Markdown.
 
     >>> print(markdown("Say.\n\nParameters\n----------\nname : of a person,\n    or none"))
     Say.
@@ -73,5 +73,5 @@ def markdown(text: str) -> str:
 
 
 def lines_on(lines: list[str], place: int) -> bool:
-    """Whether what follows a line is indented below it."""
+    """Return whether the text after a line is indented below it."""
     return place + 1 < len(lines) and lines[place + 1].startswith("    ")

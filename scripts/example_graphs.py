@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inpl
 
 
 def texts() -> dict[str, str]:
-    """Each graph's file, by its name."""
+    """Return the text of each graph's file, by name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     graphs = import_module("graphs")
     networks: dict[str, Callable[[], Any]] = {

@@ -91,7 +91,7 @@ def fetch() -> Path:
 
 
 def keep(folder: Path) -> None:
-    """Copy the four files of a folder into the cache, none unless all hold what they should.
+    """Copy the four files of a folder into the cache, if all four have the expected content.
 
     Raises RuntimeError naming the first file that does not.
     """
@@ -113,9 +113,9 @@ def keep(folder: Path) -> None:
 
 
 def content_hash(path: Path) -> str:
-    """Return the SHA-256, in hex, of what a gzip file unpacks to.
+    """Return the SHA-256, in hex, of a gzip file's uncompressed content.
 
-    Raises RuntimeError where the file is no whole gzip file.
+    Raises RuntimeError if the file is not a complete gzip file.
     """
     digest = hashlib.sha256()
     try:
@@ -133,7 +133,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def main() -> int:
-    """Print the folder; return 1 and say how to get the data where it cannot be had."""
+    """Print the folder; if there is none, return 1 and say how to get the data."""
     try:
         print(f"Fashion-MNIST: {find() or fetch()}")
     except (OSError, RuntimeError) as error:

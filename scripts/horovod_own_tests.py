@@ -81,7 +81,7 @@ def on_a_rank(checkout: Path, compression: str, tests: list[str]) -> None:
 def outcomes(
     checkout: Path, compression: str, tests: list[str], ranks: int, seconds: float
 ) -> dict[str, str]:
-    """How each test ended, on the rank on which it ended worst."""
+    """Return the outcome of each test, on the rank with the worst outcome."""
     ended: dict[str, str] = {}
     environment = {**os.environ, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # one test adds them
     while left := [name for name in tests if name not in ended]:

@@ -83,7 +83,7 @@ def computed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
 
 
 def drawn(files: Iterable[Path], number: int, seed: int, root: Path) -> list[Mutant]:
-    """Return one mutant each of so many lines, by a seed; fewer are the first of more."""
+    """Return one mutant of each of that many lines, by a seed; fewer are a prefix of more."""
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for path in files:
         text, name = path.read_bytes(), path.relative_to(root).as_posix()
@@ -120,7 +120,7 @@ def rounds_of(tests: Sequence[str], users: dict[str, set[str]], start: str) -> l
 
 
 def first_failure(tree: Path, tests: Sequence[str], marks: str, until: float) -> str:
-    """Run tests until one fails and return which; "" if all pass, "limit" if time is over."""
+    """Run tests until one fails and return it; "" if all pass, "limit" if time is up."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
     # Bytecode is told from its source by size and second, which a mutant may share with another.
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -143,7 +143,7 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str, until: float) ->
 def outcome(
     tree: Path, mutant: Mutant, rounds: Sequence[Sequence[str]], marks: str, limit: float
 ) -> dict[str, Any]:
-    """Return what the tests say of a mutant, as one line of the log."""
+    """Return the outcome of a mutant's tests, as one line of the log."""
     path, until, by = tree / mutant.file, time.monotonic() + limit, ""
     text = path.read_text(encoding="utf-8")
     path.write_text(mutant.source, encoding="utf-8")
@@ -157,7 +157,7 @@ def outcome(
 
 
 def main() -> int:
-    """Break the lines that are asked for, print what became of each, and count."""
+    """Break the requested lines, print the outcome of each, and count the outcomes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="*", default=changed_tests.PACKAGES, help="files, folders")
     parser.add_argument("--number", type=int, default=200, help="number of lines (default 200)")

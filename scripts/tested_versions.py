@@ -44,7 +44,7 @@ print(json.dumps({"python": platform.python_version(), "torch": torch.__version_
 
 
 def counts(output: str) -> dict[str, int]:
-    r"""How many tests ended how, from pytest's closing line.
+    r"""Return the number of tests by outcome, from pytest's last line.
 
     >>> counts("...\n== 2 failed, 10 passed, 3 skipped, 4 deselected, 1 error in 9.1s ==")
     {'passed': 10, 'failed': 3, 'skipped': 3}
@@ -62,7 +62,7 @@ def counts(output: str) -> dict[str, int]:
 
 
 def tested(python: Path, arguments: list[str]) -> dict[str, Any]:
-    """A row of one interpreter."""
+    """Return the row of one interpreter."""
     printed = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True)
     row: dict[str, Any] = json.loads(printed.stdout.splitlines()[-1])
     command = [str(python), "-m", "pytest", *arguments]
@@ -88,7 +88,7 @@ def tested(python: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
+    """Return the rows as Markdown."""
     ordered = sorted(rows, key=lambda row: (row["torch"], row["python"]), reverse=True)
     lines = [list(HEAD), ["---"] * len(HEAD)]
     lines += [[str(row[name.lower()]) for name in HEAD] for row in ordered]
@@ -96,7 +96,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Put the table into its page."""
+    """Write the table into its page."""
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(put(text, table(rows), START, END), encoding="utf-8")
 

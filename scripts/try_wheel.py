@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Try everything that packaging could have left out."""
+    """Check everything that packaging could have left out."""
     here = Path(__file__).resolve().parent
     import numpy as np
 

@@ -1,4 +1,4 @@
-"""`sn compress`: what compression would cost and gain, and what there is to choose from."""
+"""`sn compress`: the predicted cost and gain of compression, and the available codecs."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from sn_memory.base.progress import progress_output, report_progress
 
 from ..command import Answer, add_command, picture_file, pyplot
 
-# Okabe and Ito's palette; grey is what gossip is compared with.
+# Okabe and Ito's palette; grey is for the baselines.
 _LOOKS = {
     "all-reduce": ("#5f6368", "--"),
     "alone": ("#cc79a7", "-"),
@@ -80,7 +80,7 @@ def _draw(curves: Sequence[Curve], headline: str, path: str) -> None:
     for axes, (what, title) in zip(panels, _PANELS.items(), strict=True):
         for curve in curves:
             if what == "distance" and curve.scheme == "all-reduce":
-                continue  # zero but for rounding, which a logarithm would blow up
+                continue  # zero except for rounding, which a log axis would magnify
             colour, line = _LOOKS[curve.scheme]
             axes.plot(
                 curve.steps, getattr(curve, what), color=colour, linestyle=line, linewidth=1.6,

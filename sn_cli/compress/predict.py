@@ -1,4 +1,4 @@
-"""The command `predict`: seconds of a step by each method, and the link below which it pays.
+"""The command `predict`: seconds of a step with each method, and its break-even link.
 
 With --ranks each rank has a link of its own. With --nodes the --gpus of a node share one, and ways
 that sum inside a node first are told too, for 8 to 16,384 GPUs, with all-reduces by rings and by
@@ -27,7 +27,7 @@ from ..command import Answer, add_command, count, not_negative, picture_file, po
 PLOTTED_RANKS = tuple(2**power for power in range(1, 11))
 MOST_GPUS = 16_384
 MAPPED_GBIT = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400)
-LEAST_GAIN = 1.05  # times plain; below it plain counts as fastest
+LEAST_GAIN = 1.05  # speedup over plain; below it plain counts as fastest
 # Okabe and Ito's palette; grey is plain Horovod.
 _COLOURS = {
     "plain": "#5f6368",
@@ -115,7 +115,7 @@ def add_predict(commands: Any) -> None:
 
 def _predict(args: argparse.Namespace) -> Answer:
     settings = Settings(compression="LowRankCompression").changed(ratio=args.ratio)
-    # What is wrong is said before anything is timed.
+    # Report wrong flags before timing anything.
     link = _link(args)
     host = ALONE if args.cores is None else Host(args.cores, link.gpus, **GLOO)
     ranks = args.ranks if args.nodes is None else args.nodes * link.gpus
@@ -179,13 +179,13 @@ def _link(args: argparse.Namespace) -> Link:
                 f"--inside {name}; expected {', '.join(INSIDE)} or Gbit/s above 0"
             ) from None
         inside = Link.of_gbit(gbit, latency_s=INSIDE["pcie"].latency_s)
-    # One GPU has none beside it.
+    # A single GPU has no others in its node.
     several = {"gpus": gpus, "inside": inside} if gpus > 1 else {}
     return Link.of_gbit(args.gbit, latency_s=latency_s, tree=True, **several)
 
 
 def _sizes(gpus: int) -> list[int]:
-    """Numbers of GPUs, of one node and of twice as many each time."""
+    """Return numbers of GPUs: those of one node, doubled each time."""
     return [gpus * 2**power for power in range(1 + int(math.log2(max(1, MOST_GPUS // gpus))))]
 
 
@@ -196,7 +196,7 @@ def _fastest(
     link: Link,
     host: Host,
 ) -> dict[str, Any]:
-    """Seconds of plain's step and of the fastest way's; plain's where little is gained."""
+    """Return the seconds of a plain and of the fastest step; plain's where little is gained."""
     seconds = {
         way: step(
             of,
@@ -272,7 +272,7 @@ def _map(
     rates: Rates,
     host: Host,
 ) -> None:
-    """Which way is fastest by trees: GPUs against the link between nodes; and for a free codec."""
+    """Draw the fastest method with trees, by GPUs and link; and the same for a free codec."""
     plt = pyplot(font_size=11)
     from matplotlib.patches import Patch
 
@@ -320,7 +320,7 @@ def _plot(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="ranks", xlim=(2, PLOTTED_RANKS[-1]))
     axes.set_xscale("log", base=2)
     axes.set_xticks(PLOTTED_RANKS, [f"{ranks:,}" for ranks in PLOTTED_RANKS])
-    # Where no tick label would show, the axis could not be read.
+    # Without any tick label the axis would be unreadable.
     axes.yaxis.set_major_formatter("{x:,.5g}")
     axes.yaxis.set_minor_formatter(lambda x, _: f"{x:,.5g}" if f"{x:.0e}"[0] in "25" else "")
     axes.set_title(f"{args.model}, {args.gbit:g} Gbit/s: predicted ms of a step", loc="left")

@@ -1,4 +1,4 @@
-"""The command `check`: a plan replayed on its graph."""
+"""The command `check`: replays a plan on its graph."""
 
 from __future__ import annotations
 

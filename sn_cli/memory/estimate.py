@@ -1,4 +1,4 @@
-"""The command `estimate`: does it fit? On what is here, or on a device of the table."""
+"""The command `estimate`: whether a model fits, on this machine or on a named device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add_estimate(commands: Any) -> None:
         commands,
         "estimate",
         _estimate,
-        help="memory of a model's training step; does it fit?",
+        help="memory of a model's training step, and whether it fits",
         epilog="exit code 1: it does not fit into --budget, or on --device",
     )
     parser.add_argument("model", help=MODEL_HELP)
@@ -109,7 +109,7 @@ def _estimate(options: argparse.Namespace) -> Answer:
 
 
 def _bytes(estimated: Any) -> dict[str, Any]:
-    """An estimate's bytes by category."""
+    """Return the bytes of an estimate by category."""
     return {f"{name}_bytes": int(getattr(estimated, f"{name}_bytes")) for name in _CATEGORIES}
 
 
@@ -184,7 +184,7 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
 def _setup(
     named: GraphBinding, options: argparse.Namespace, batch: int, length: int | None
 ) -> TrainingSetup:
-    """Return the model and a sample of a batch, which is resized if its function takes none."""
+    """Return the model and a sample of this batch, resized if its function takes no batch."""
     setup = named.at(batch=batch, sequence=length)
     if setup.rim.__name__ != "sn_memory.torch":
         _check_flags_of_keras(named, options)
@@ -198,7 +198,7 @@ def _setup(
 
 
 def _check_flags_of_keras(named: GraphBinding, options: argparse.Namespace) -> None:
-    """Raise PlanError for flags that would be ignored where the model is one of Keras."""
+    """Raise PlanError for flags that a Keras model would ignore."""
     if options.batch and "batch" not in named.sizes:
         raise PlanError(f"got --batch, but {named.named} has no parameter `batch`. Add one.")
     flags = ("cards", "dtype", "amp", "picture")
@@ -212,7 +212,7 @@ def _check_flags_of_keras(named: GraphBinding, options: argparse.Namespace) -> N
 
 
 def _refuse(options: argparse.Namespace, flags: Sequence[str], why: str) -> None:
-    """Raise PlanError where one of the flags is set."""
+    """Raise PlanError if one of the flags is set."""
     for flag in flags:
         if getattr(options, flag) not in (None, False, [1]):
             raise PlanError(f"got --{flag} {why}")
@@ -227,7 +227,7 @@ def _optimizer(options: argparse.Namespace, setup: TrainingSetup) -> Any:
 
 
 def _span(text: str) -> tuple[int, int]:
-    """Two numbers, of which one may be left out."""
+    """Parse one number or two."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     if match is None or not int(match[1]) or int(match[2] or match[1]) < int(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, or two as 1..8")
@@ -235,7 +235,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def _powers(text: str) -> Sequence[int]:
-    """A number; or two, and the first doubled as often as it stays below the second."""
+    """Parse a number, or a range in which the first number is doubled up to the second."""
     low, high = _span(text)
     powers = [low]
     while powers[-1] * 2 <= high:

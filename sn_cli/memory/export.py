@@ -1,4 +1,4 @@
-"""The command `export`: the graph of a model's training step, as a file."""
+"""The command `export`: writes the graph of a model's training step to a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `pack`: addresses for the buffers of a CSV file."""
+"""The command `pack`: places the buffers of a CSV file in one arena."""
 
 from __future__ import annotations
 

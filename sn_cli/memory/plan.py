@@ -1,4 +1,4 @@
-"""The command `plan`: a graph planned within a budget."""
+"""The command `plan`: plans a graph within a budget."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _plan(options: argparse.Namespace) -> Answer:
 
 
 def _summary(plan: Plan) -> str:
-    """What a plan does, in a few lines."""
+    """Return a summary of a plan in a few lines."""
     counts = Counter(decision.technique for decision in plan.decisions)
     done = ", ".join(f"{count} {technique}" for technique, count in sorted(counts.items()))
     sources = ", ".join(f"{count} {source}" for source, count in plan.seconds_sources.items())

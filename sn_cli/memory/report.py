@@ -1,4 +1,4 @@
-"""The command `report`: tables on the terminal, a page and a picture in files."""
+"""The command `report`: prints tables, and writes a page and a picture."""
 
 from __future__ import annotations
 
