@@ -1,6 +1,6 @@
 """Does training with compressed activations end as well? Three nets, compared with rivals.
 
-    python -m benchmarks activations            what is missing of the study
+    python -m benchmarks activations            the missing runs of the study
     python -m benchmarks activations --quick    one short run of each method: does it all run?
 
 Fashion-MNIST; each method trains the same net from the same start on the same batches.
@@ -13,8 +13,8 @@ fp8                float8_e4m3 with a scale per tensor, likewise
 recompute          the planner's recomputation at the least budget it can keep; bit-equal to plain
 
 "held" is what a forward pass leaves behind, "peak" the most in a step, both by StorageTracker on a
-step after training; seconds of a step are processor time on one thread. A finished run
-is saved at once and not done again.
+step after training; seconds of a step are processor time on one thread. Finished runs
+are saved at once and not repeated.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """What does apoptosis gain on several ranks? A perceptron under the real Horovod.
 
     horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks             what is missing
-    horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --report    what the rows say
+    horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --report    print the table
     horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --quick     few steps
 
 784, 1024, 1024, 10 with ReLU on Fashion-MNIST, Adam, 16 images a step on each rank, a learning rate
 that falls to zero over the last half. Gradients are averaged by horovod.torch, wrapped anew after
 each event. After each event and at the end, parameters and Adam's moments of all ranks are compared
 bit for bit; tests and comparisons are not timed. Seconds are those that pass on rank 0. Ranks that
-share cores wait for each other: these are no times of a cluster. A finished run is saved at once.
+share cores wait for each other: these are no times of a cluster. Finished runs are saved at once.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """What does apoptosis gain in Keras? The wide perceptron of benchmarks/apoptosis.py.
 
-    python -m benchmarks apoptosis_tensorflow             what is missing of the study
-    python -m benchmarks apoptosis_tensorflow --report    what the rows say
+    python -m benchmarks apoptosis_tensorflow             the missing runs of the study
+    python -m benchmarks apoptosis_tensorflow --report    print the table
     python -m benchmarks apoptosis_tensorflow --quick     few steps, one seed: does it all run?
 
 784, 1024, 1024, 10 with ReLU on Fashion-MNIST, Keras's Adam, 64 images a step, a learning rate that
 falls to zero over the last half. Steps run in a tf.function of one thread; after an event it is
 recorded anew, and the time of that counts, as that of looks does. `apoptosis` takes more steps than
 `plain` (--more), as its late steps are cheap. Tests are not timed. CPU seconds are what a quiet
-machine's clock shows. A finished run is saved at once and not done again.
+machine's clock shows. Finished runs are saved at once and not repeated.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A transformer of 7.4 million parameters, two Gloo ranks of one thread each, a ba
 plain step takes some 60 ms of a core. In a run all ways live in the same two processes and take
 turns by rounds, whose order rotates; what a way adds is the median over the rounds of its median
 less plain's in the same round. CPU time is that of the whole process, Gloo's threads included; a
-step is the forward and backward pass and SGD. A finished run is saved at once and not done again
+step is the forward and backward pass and SGD. Finished runs are saved at once and not repeated
 on the same commit.
 """
 

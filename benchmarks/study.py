@@ -1,6 +1,6 @@
 """Which method loses least accuracy at equal received bytes? Eight ranks, two nets, three seeds.
 
-    python -m benchmarks study            what is missing of the whole study, hours on two cores
+    python -m benchmarks study            the missing runs of the whole study, hours on two cores
     python -m benchmarks study --quick    one short run of most methods: does it all run?
     python -m benchmarks study --long     few methods, four times the steps
     python -m benchmarks study --unseen --ranks 2 4 8       two nets that no setting was chosen on
@@ -8,7 +8,7 @@
         --against benchmarks/results/study.json     two cells again, beside what they were
 
 Every rank's gradient and every payload is real; the ranks are simulated (benchmarks/simulated.py).
-A finished run is saved at once and not done again, so the study may be stopped and started at
+Finished runs are saved at once and not repeated, so the study may be stopped and started at
 will. The whole study also writes its tables into docs/accuracy.md and draws docs/study.png.
 """
 
