@@ -1,6 +1,6 @@
 """What does apoptosis gain? Wide and narrow nets, compared with magnitude pruning.
 
-    python -m benchmarks apoptosis            what is missing of the whole study
+    python -m benchmarks apoptosis            the missing runs of the study
     python -m benchmarks apoptosis --quick    one short run of each: does it all run?
 
 plain        the net as it is

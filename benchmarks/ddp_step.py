@@ -4,9 +4,9 @@
     python -m benchmarks ddp_step --report   the table of what has been measured
 
 A transformer of 7.4 million parameters, two Gloo ranks of one thread each, a batch so small that a
-plain step takes some 60 ms of a core. In a run all ways live in the same two processes and take
-turns by rounds, whose order rotates; what a way adds is the median over the rounds of its median
-less plain's in the same round. CPU time is that of the whole process, Gloo's threads included; a
+plain step takes some 60 ms of a core. In a run all ways live in the same two processes and
+alternate in rounds, whose order rotates; what a way adds is the median over the rounds of its
+median less plain's in the same round. CPU time is of the whole process, with Gloo's threads; a
 step is the forward and backward pass and SGD. Finished runs are saved at once and not repeated
 on the same commit.
 """

@@ -3,13 +3,13 @@
     python -m benchmarks hard_limits [--trials 2] [--json FILE] [--nets NAME ...] [--scratch MIB]
                                      [--cgroup FOLDER]
 
-Each trial is a process of its own. It imports, makes a network and a sample, notes what it holds
-(base), plans at 70 % (or the smallest budget above that keeps), sets the limit to base, less what
-of the step is there already, plus budget, plus `process_bytes`, plus --scratch; then it trains 20
-steps. The limit is RLIMIT_DATA. `plain` trains under the limit of the network's planned trial and
-never planned. FOLDER is a cgroup (v1 or v2) that the caller made and may write to: the trial
-begins in it, and the limit is set there, beyond what it then holds (resident pages). Rows in FILE
-are kept; more --trials add to them.
+Each trial is a separate process. It imports, makes a network and a sample, records what it holds
+(base), plans at 70 % (or the smallest feasible budget above), sets the limit to base, less the
+parts of the step that exist already, plus budget, plus `process_bytes`, plus --scratch; then it
+trains 20 steps. The limit is RLIMIT_DATA. `plain` trains under the limit of the network's planned
+trial, without planning. FOLDER is a cgroup (v1 or v2) that the caller made and may write to: the
+trial starts in it, and the limit is set there, beyond what it then holds (resident pages). Rows in
+FILE are kept; more --trials add to them.
 """
 
 from __future__ import annotations

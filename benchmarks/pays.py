@@ -1,9 +1,9 @@
 """Does compression pay? README's table, and predicted steps compared with measured ones.
 
     python -m benchmarks pays                  README's tables, by `sn_compress.predict`
-    python -m benchmarks pays --write          the same, put into README
-    python -m benchmarks pays --measure        steps behind shaped links beside what predict says of
-                                               them; as root, needs iproute2; about six minutes
+    python -m benchmarks pays --write          the same, written into README
+    python -m benchmarks pays --measure        steps over shaped links, and predicted ones; as
+                                               root, needs iproute2; about six minutes
 
 **The table** takes computing from publications (benchmarks/published.py), bytes from the shapes of
 the parameters, and the codec from rates of one core, measured once and kept in

@@ -12,7 +12,7 @@ the planning itself (`solve_s`), so the measured columns are empty. Every plan i
 cannot keep a budget gives a row with `kept` false and the peak it needs. `auto_recompute` is `auto`
 without transfers, at the half and the third.
 
-A file that is there is gone on with: networks it has are left out, unless `--models` names them.
+An existing file is resumed: networks in it are skipped, unless `--models` names them.
 """
 
 from __future__ import annotations

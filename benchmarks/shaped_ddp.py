@@ -5,8 +5,8 @@
 
 The transformer of benchmarks/ddp_step.py, trained for real with AdamW on the same text; two Gloo
 ranks, each in a namespace behind a link of --gbit (benchmarks/shaped_links.py). All ways are
-trained in the same two processes and take turns step by step, so that what else the machine does
-meets all of them; each has a clock that runs during its own steps only. Bytes are those that the
+trained in the same two processes and alternate step by step, so that other load on the machine
+affects all of them; each way's clock runs only during its own steps. Bytes are those that the
 namespace's interface counts, headers included. The loss is that of held-out text.
 """
 

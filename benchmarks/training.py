@@ -4,13 +4,13 @@
     python -m benchmarks training --quick           4 ranks, small: does it all run? 2 minutes
     python -m benchmarks training --clean           removes what a killed run has left
 
-Every rank is a process in a network namespace, real Horovod over Gloo between them. Small nets are
-trained for real. Of large ones a step is replayed: where a GPU would compute, a rank sleeps, and
-where the codec would, it sleeps the CPU seconds that one rank alone was measured to need
-(`travel.py`); the collectives and their bytes are real. docs/network.md says how and why.
+Every rank is a process in a network namespace, with real Horovod over Gloo between them. Small
+nets are trained for real. For large ones a step is replayed: a rank sleeps instead of computing on
+a GPU, and for the codec it sleeps the CPU seconds measured on a single rank (`travel.py`); the
+collectives and their bytes are real. docs/network.md says how and why.
 
-A row is in FILE as soon as its run has ended. Stopped and started again with the same flags, the
-bench goes on behind the last one; `--recorded FOLDER` keeps the recordings, too.
+A row is written to FILE when its run ends. Started again with the same flags, the benchmark
+resumes after the last row; `--recorded FOLDER` also keeps the recordings.
 """
 
 from __future__ import annotations

@@ -3,12 +3,12 @@
     OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python -m benchmarks tuned [--json FILE]
     OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python -m benchmarks tuned --framework tensorflow
 
-On a link that is as fast as memory compression loses, and the tuner should see it. Two optimizers
-train the same net in one process and take turns step by step: plain, tuned, tuned, plain, so that
-what else runs on the machine meets both alike. A pair is the medians of so many steps of each; a
-row has the median of the pairs' ratios. The tuner has settled before the first pair; what it took
-until then is a column of its own. `--aa` measures plain against plain as well: how far a ratio can
-be from 1 for no reason at all.
+On a link as fast as memory compression loses, and the tuner should detect it. Two optimizers
+train the same net in one process and alternate step by step: plain, tuned, tuned, plain, so that
+other load on the machine affects both equally. A pair is the medians of --steps steps of each; a
+row has the median of the pairs' ratios. The tuner has decided before the first pair; the time until
+then is a separate column. `--aa` also measures plain against plain: how far a ratio can be from 1
+by chance.
 
 In TensorFlow a step is a `tf.function` of one thread, of dense nets whose step is a few, some 30
 and some 100 ms long: what is left of the tuner once it has settled on plain is a few ops a step, so

@@ -3,11 +3,11 @@
     python -m benchmarks under_limit [--task T ...] [--way W ...] [--limit MIB] [--update early|end]
                                      [--start N] [--grain G] [--steps S] [--json FILE]
 
-Each trial is a process of its own whose private writable memory the kernel limits (RLIMIT_DATA).
-The size is doubled from `--start` until a trial fails, then halved in until the next size is within
-a part `--grain` of the largest that trained. Trials that the file holds are not run again, so a
-stopped search goes on. Sizes: blocks of a ResNet's third stage by SuperNeurons'
-rule (6, 32, n, 6), tokens of a GPT-2. `--at N ...` runs these sizes alone, for seconds.
+Each trial is a separate process whose private writable memory the kernel limits (RLIMIT_DATA).
+The size is doubled from `--start` until a trial fails, then bisected until the next size is within
+a fraction `--grain` of the largest that trained. Trials in the file are not run again, so a
+stopped search resumes. Sizes: blocks of a ResNet's third stage by SuperNeurons'
+rule (6, 32, n, 6), tokens of a GPT-2. `--at N ...` runs only these sizes, for their seconds.
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@
                                 [--wheels DIR] [--required 0] [--no-build] [--sections NAME ...]
                                 [--without NAME ...]
 
-Needs the standard library only, to say what is missing: torch, a device, a compiler. Each section
-(sections.py) is a program of its own with a share of the time; what one leaves is the next ones'.
-It writes DIR/NAME.json as it goes; one that fails, or whose time is up, stops none behind it.
+Needs only the standard library, to say what is missing: torch, a device, a compiler. Each section
+(sections.py) is a separate program with a share of the time; unused time goes to the next ones.
+It writes DIR/NAME.json as it goes; one that fails or runs out of time does not stop the next ones.
 
-Exit status: 0 if all is well; 1 if a section failed or its time was up; 3 if there is no CUDA
+Exit status: 0 for success; 1 if a section failed or ran out of time; 3 if there is no CUDA
 device, 0 with --required 0; 4 if all ran and a figure missed its target.
 
-array-api-compat, which the project needs, is taken from SciPy's own copy where it is not installed
-itself, and Horovod likewise from wheels in .cache/gpu-wheels (lent.py). On the CPU, TensorFlow,
-Keras, Horovod, CuPy and array-api-compat are hidden, as on a GPU machine that comes bare:
+array-api-compat, which the project needs, is taken from SciPy's own copy if it is not installed,
+and Horovod likewise from wheels in .cache/gpu-wheels (lent.py). On the CPU, TensorFlow, Keras,
+Horovod, CuPy and array-api-compat are hidden, as on a bare GPU machine:
 `absent/sitecustomize.py`.
 """
 

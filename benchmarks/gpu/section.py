@@ -1,8 +1,8 @@
 """Shared by all sections: a file that is complete after every row, targets, and refusals.
 
-A section is a program, so that one that crashes, or breaks the device for its process, harms no
-other: `python -m gpu.codec_seconds --device cuda --json FILE --seconds 60`. On "cpu" all sizes are
-small: that is to see whether it runs, and its figures mean nothing.
+A section is a program, so that a crash, or a device broken for its process, affects no other
+section: `python -m gpu.codec_seconds --device cuda --json FILE --seconds 60`. On "cpu" all sizes
+are small: that only checks that it runs, and its figures mean nothing.
 """
 
 from __future__ import annotations
