@@ -1,16 +1,16 @@
 # make demo      both packages on real data: two tables and a picture
-# make test      the tests without the slow ones, with real ranks under horovodrun
+# make test      all but the slow tests, with real ranks under horovodrun
 # make test-all  all tests
 # make setup     everything into .venv: torch, TensorFlow, this project, and a Horovod built for them
 # make check     lint, format, types
 # make docs      the site, into site/index.html: warnings are errors
-# make gpu       all that a GPU does, proved and measured in ten minutes; downloads nothing
-# make gpu-dry   the same script on the CPU, to see that it runs
-# make fuzz      damaged payloads, states, plans and problems; drawn training programs: make fuzz MINUTES=30
+# make gpu       test and measure everything on a GPU in ten minutes; downloads nothing
+# make gpu-dry   the same script on the CPU, to check that it runs
+# make fuzz      damaged payloads, states, plans and problems; generated programs: make fuzz MINUTES=30
 # make bench     the quick benchmark
 # make clean     removes .venv and builds; keeps .cache
 #
-# Each step leaves a stamp in .venv, so nothing is done twice. To build against your own:
+# Each step leaves a stamp in .venv, so nothing is done twice. To build against other versions:
 #   make setup PYTHON=python3.12 TORCH='torch==2.9.*' TENSORFLOW= CONSTRAINTS=
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ VENV ?= .venv
 TORCH ?= torch==2.13.0
 TENSORFLOW ?= tensorflow-cpu==2.21.0
 CONSTRAINTS ?= requirements/ci.txt
-# Tests that start ranks take turns in one of them.
+# Number of pytest-xdist processes; one of them runs all tests that start ranks, one by one.
 TEST_WORKERS ?= 2
 PYTEST_ARGS ?=
 # What `make test` selects by marks.
@@ -29,7 +29,7 @@ STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 STAGE := scripts/stage.sh $(VENV)/logs
 CONSTRAIN := $(if $(CONSTRAINTS),-c $(CONSTRAINTS))
-CSRC := $(wildcard csrc/* csrc/*/*)  # folders as well: their times tell that a file went
+CSRC := $(wildcard csrc/* csrc/*/*)  # folders too: their times change when a file is removed
 HOROVOD_SCRIPTS := scripts/build_horovod.py $(wildcard scripts/horovod_*.py)
 
 .DELETE_ON_ERROR:
@@ -42,7 +42,7 @@ help:
 setup: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension $(STAMPS)/triton
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
 
-# Needs torch, this project and matplotlib; what the tests need beside them is not installed.
+# Needs torch, this project and matplotlib; what else the tests need is not installed.
 demo: $(STAMPS)/extension data
 	@$(BIN)/python examples/demo.py
 
@@ -50,11 +50,11 @@ test: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension $(STAMPS)/triton
 	-@$(BIN)/python scripts/fetch_fashion_mnist.py
 	$(BIN)/python -m pytest -n $(TEST_WORKERS) -m "$(TESTS)" $(PYTEST_ARGS)
 
-# All of them, as continuous integration does.
+# All tests, as in continuous integration.
 test-all: TESTS :=
 test-all: test
 
-# Of the tests those that what differs from SINCE concerns, by imports.
+# The tests that changes since SINCE concern, by imports.
 SINCE ?= main
 test-changed: $(STAMPS)/horovod $(STAMPS)/packages $(STAMPS)/extension $(STAMPS)/triton
 	@files="$$($(BIN)/python scripts/changed_tests.py --since $(SINCE))" && echo "$$files" && \

@@ -1,1 +1,1 @@
-"""What the pages' figures are measured by: `python -m benchmarks --list`."""
+"""Benchmarks behind the figures of the pages: `python -m benchmarks --list`."""

@@ -1,14 +1,14 @@
 """All benchmarks by name.
 
-    python -m benchmarks --list                   what there is, its results and its pages
-    python -m benchmarks NAME [ARGS]              runs benchmarks/NAME.py
-    python -m benchmarks --stale                  figures that may be older than the code
-    python -m benchmarks --record RESULT ...      these were measured whole, with the code as it is
-    python -m benchmarks --accept RESULT REASON   the code changed, and the figures hold
+    python -m benchmarks --list                   benchmarks, with their results and pages
+    python -m benchmarks NAME [ARGS]              run benchmarks/NAME.py
+    python -m benchmarks --stale                  results that may be older than the code
+    python -m benchmarks --record RESULT ...      record complete results of the current code
+    python -m benchmarks --accept RESULT REASON   keep a result: the change cannot alter it
 
-A benchmark is a file that says `python -m benchmarks` and its own name in its docstring; the others
-are what benchmarks share or start. A run that measured a result whole, by the command of the
-manifest, records that by itself.
+A benchmark is a file whose docstring contains `python -m benchmarks` and its own name; the other
+files are what benchmarks share or start. A run that measures a complete result, with the command
+of the manifest, records that itself.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the rows of benchmarks/accuracy.py say: a table, a picture, and their places in the docs."""
+"""Report of benchmarks/accuracy.py's rows: a table and a picture, written into the docs."""
 
 import statistics
 import sys

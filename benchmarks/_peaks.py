@@ -1,4 +1,4 @@
-"""Peaks by the allocator, columns of peaks, and how rows are made, for both frameworks."""
+"""Shared by benchmarks of peaks, for both frameworks: peaks by the allocator, columns, rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def make_rows(
     others = others or {}
     parser = flags(purpose)
     parser.add_argument("--quick", action="store_true", help="one net, few steps")
-    parser.add_argument("--nets", nargs="+", choices=[*nets, *others], help="these, or all small")
+    parser.add_argument(
+        "--nets", nargs="+", choices=[*nets, *others], help="default: all small nets"
+    )
     args = parser.parse_args()
     path = path_of(args, ROOT / "benchmarks/results" / file)
     about = origin()

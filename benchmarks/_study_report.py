@@ -1,4 +1,4 @@
-"""What the rows of benchmarks/study.py say: tables, a picture, and their place in the docs."""
+"""Report of benchmarks/study.py's rows: tables and pictures, written into the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Micro-batches whose gradients are summed: peaks with the plan and without, sums, and seconds.
+"""Micro-batches whose gradients are summed: peaks, sums and seconds, with and without a plan.
 
     python -m benchmarks accumulation [--json FILE] [--models NAME ...]
 

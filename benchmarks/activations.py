@@ -1,6 +1,6 @@
-"""Does training with compressed activations end as well? Three nets, beside other ways to save.
+"""Does training with compressed activations end as well? Three nets, compared with rivals.
 
-    python -m benchmarks activations            what is missing of the study
+    python -m benchmarks activations            the missing runs of the study
     python -m benchmarks activations --quick    one short run of each method: does it all run?
 
 Fashion-MNIST; each method trains the same net from the same start on the same batches.
@@ -13,8 +13,8 @@ fp8                float8_e4m3 with a scale per tensor, likewise
 recompute          the planner's recomputation at the least budget it can keep; bit-equal to plain
 
 "held" is what a forward pass leaves behind, "peak" the most in a step, both by StorageTracker on a
-step after training; seconds of a step are processor time on one thread. A finished run
-is saved at once and not done again.
+step after training; seconds of a step are processor time on one thread. Finished runs
+are saved at once and not repeated.
 """
 
 from __future__ import annotations
@@ -307,9 +307,9 @@ def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, few steps")
     parser.add_argument("--nets", nargs="+", default=list(STEPS), choices=list(STEPS))
-    parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="run only these methods")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, help="other than a net's own")
+    parser.add_argument("--steps", type=int, help="instead of each net's own number")
     args = parser.parse_args()
     path = path_of(args, RESULTS)
     runs = plan(

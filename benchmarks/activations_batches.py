@@ -1,4 +1,4 @@
-"""Images a second under one limit of memory: plain, checkpoints, compressed activations.
+"""Images per second under one memory limit: plain, checkpoints, compressed activations.
 
     python -m benchmarks activations_batches          about ten minutes
     python -m benchmarks activations_batches --quick  AlexNet, a small limit
@@ -114,7 +114,9 @@ def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
     parser = flags(__doc__)
-    parser.add_argument("--images", type=int, default=2, help="of the plain step that is the limit")
+    parser.add_argument(
+        "--images", type=int, default=2, help="of the plain step that sets the limit"
+    )
     chosen = ["AlexNet", "ResNet-50"]
     make_nets(parser, "activations_batches.json", NETS, METHODS, rows_of, table, chosen)
 

@@ -1,4 +1,4 @@
-"""What the peak of a step falls by with compressed activations, and its price.
+"""How much compressed activations lower the peak of a step, and at what cost.
 
     python -m benchmarks activations_memory                         small nets, a minute
     python -m benchmarks activations_memory --quick                 one of them

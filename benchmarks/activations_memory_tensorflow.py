@@ -1,4 +1,4 @@
-"""What the peak of a Keras step falls by with compressed activations, and its price.
+"""How much compressed activations lower the peak of a Keras step, and at what cost.
 
     python -m benchmarks activations_memory_tensorflow            all nets, some minutes
     python -m benchmarks activations_memory_tensorflow --quick    one

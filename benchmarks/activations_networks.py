@@ -1,4 +1,4 @@
-"""The networks of the paper on compressed activations, at their real shapes, and rivals.
+"""The networks of the paper on compressed activations, at real shapes, compared with rivals.
 
     python -m benchmarks activations_networks           eight minutes
     python -m benchmarks activations_networks --quick   AlexNet, few methods

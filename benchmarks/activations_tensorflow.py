@@ -1,6 +1,6 @@
 """Does a Keras net train as well with compressed activations? One net, plain and four ways.
 
-    python -m benchmarks activations_tensorflow            what is missing of the study
+    python -m benchmarks activations_tensorflow            the missing runs of the study
     python -m benchmarks activations_tensorflow --quick    few steps, one seed
 
 Three convolutions and two dense layers on Fashion-MNIST, batch 64, SGD with momentum 0.9, a rate of

@@ -1,6 +1,6 @@
-"""What does apoptosis gain? Wide and narrow nets, beside magnitude pruning.
+"""What does apoptosis gain? Wide and narrow nets, compared with magnitude pruning.
 
-    python -m benchmarks apoptosis            what is missing of the whole study
+    python -m benchmarks apoptosis            the missing runs of the study
     python -m benchmarks apoptosis --quick    one short run of each: does it all run?
 
 plain        the net as it is
@@ -266,16 +266,18 @@ def main() -> None:
     parser.add_argument("--nets", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="instead of each net's own number")
-    parser.add_argument("--more", type=float, help="steps of all but plain, instead of own factor")
-    parser.add_argument("--held-out", action="store_true", help="test on rows of training; --json")
+    parser.add_argument("--more", type=float, help="instead of each net's factor of plain's steps")
+    parser.add_argument(
+        "--held-out", action="store_true", help="test on training rows; needs --json"
+    )
     parser.add_argument("--tolerance", type=float, help="instead of each net's own")
     parser.add_argument("--every", type=int, help="instead of each net's own")
     parser.add_argument("--schedule", default="aggressive")
     parser.add_argument(
         "--methods", nargs="+", choices=report.METHODS, default=list(report.METHODS)
     )
-    parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
-    parser.add_argument("--png", type=Path, help="picture of the first of --nets and --seeds")
+    parser.add_argument("--report", action="store_true", help="run nothing; print the table")
+    parser.add_argument("--png", type=Path, help="plot the first of --nets and --seeds")
     args = parser.parse_args()
     torch.set_num_threads(1)  # CPU seconds of several threads would be no time that passes
     if args.held_out and not args.json:

@@ -1,14 +1,14 @@
 """What does apoptosis gain on several ranks? A perceptron under the real Horovod.
 
     horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks             what is missing
-    horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --report    what the rows say
+    horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --report    print the table
     horovodrun --gloo -np 4 python -m benchmarks apoptosis_ranks --quick     few steps
 
 784, 1024, 1024, 10 with ReLU on Fashion-MNIST, Adam, 16 images a step on each rank, a learning rate
 that falls to zero over the last half. Gradients are averaged by horovod.torch, wrapped anew after
 each event. After each event and at the end, parameters and Adam's moments of all ranks are compared
 bit for bit; tests and comparisons are not timed. Seconds are those that pass on rank 0. Ranks that
-share cores wait for each other: these are no times of a cluster. A finished run is saved at once.
+share cores wait for each other: these are no times of a cluster. Finished runs are saved at once.
 """
 
 from __future__ import annotations
@@ -139,13 +139,13 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=1406, help="that plain takes")
-    parser.add_argument("--more", type=float, default=1.25, help="steps of apoptosis over those")
+    parser.add_argument("--steps", type=int, default=1406, help="steps of plain")
+    parser.add_argument("--more", type=float, default=1.25, help="steps of apoptosis over plain's")
     parser.add_argument("--tolerance", type=float, default=0.01)
     parser.add_argument("--every", type=int, default=100)
     parser.add_argument("--round-to", type=int, default=8)
     parser.add_argument("--schedule", default="aggressive")
-    parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
+    parser.add_argument("--report", action="store_true", help="run nothing; print the table")
     args = parser.parse_args()
     args.widths = [1024, 1024]
     if args.quick:

@@ -1,4 +1,4 @@
-"""What the rows of the studies of apoptosis say: time to a target, a table, a picture."""
+"""Report of the apoptosis studies' rows: time to a target, a table, a picture."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """What does apoptosis gain in Keras? The wide perceptron of benchmarks/apoptosis.py.
 
-    python -m benchmarks apoptosis_tensorflow             what is missing of the study
-    python -m benchmarks apoptosis_tensorflow --report    what the rows say
+    python -m benchmarks apoptosis_tensorflow             the missing runs of the study
+    python -m benchmarks apoptosis_tensorflow --report    print the table
     python -m benchmarks apoptosis_tensorflow --quick     few steps, one seed: does it all run?
 
 784, 1024, 1024, 10 with ReLU on Fashion-MNIST, Keras's Adam, 64 images a step, a learning rate that
 falls to zero over the last half. Steps run in a tf.function of one thread; after an event it is
 recorded anew, and the time of that counts, as that of looks does. `apoptosis` takes more steps than
 `plain` (--more), as its late steps are cheap. Tests are not timed. CPU seconds are what a quiet
-machine's clock shows. A finished run is saved at once and not done again.
+machine's clock shows. Finished runs are saved at once and not repeated.
 """
 
 from __future__ import annotations
@@ -162,15 +162,15 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few steps, a narrower net, one seed")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
-    parser.add_argument("--steps", type=int, default=STEPS, help="that plain takes")
-    parser.add_argument("--more", type=float, default=1.5, help="steps of apoptosis over those")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of plain")
+    parser.add_argument("--more", type=float, default=1.5, help="steps of apoptosis over plain's")
     parser.add_argument("--tolerance", type=float, default=0.015)
     parser.add_argument("--every", type=int, default=50)
     parser.add_argument("--overhead", type=float, default=0.05)
     parser.add_argument("--round-to", type=int, default=8)
     parser.add_argument("--schedule", default="aggressive")
     parser.add_argument("--held-out", action="store_true", help="test on 10,000 training images")
-    parser.add_argument("--report", action="store_true", help="run nothing; say what rows say")
+    parser.add_argument("--report", action="store_true", help="run nothing; print the table")
     args = parser.parse_args()
     args.widths = list(WIDTHS)
     if args.quick:

@@ -1,4 +1,4 @@
-"""Architectures that nobody here wrote, in tiny configurations made in code: nothing is fetched.
+"""Architectures from libraries, in tiny configurations built without downloads.
 
 Those of transformers, diffusers, peft and torch_geometric as their users call them: default
 settings where no size is meant, keyword arguments, the loss the model returns itself if it does.

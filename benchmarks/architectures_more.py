@@ -1,4 +1,4 @@
-"""Architectures that users bring beside those of architectures.py, each for what it does besides.
+"""More architectures than architectures.py, each chosen for an unusual feature.
 
 Backbones of images with tokens of classes, which write into their configuration in the first step;
 hybrids of state spaces and attention; mixtures of experts whose loss has the router in it; slow

@@ -1,4 +1,4 @@
-"""Architectures of all kinds in Keras, small: for a table, and for a test of the same.
+"""Small Keras architectures of all kinds, for a table and for its test.
 
 Weights are random, images small, classes few; what matters is which ops and layers there are.
 """

@@ -1,4 +1,4 @@
-"""Twenty budgets from 5 to 100 %: what was asked for and what a step then held.
+"""Twenty budgets from 5 to 100 %: the requested bytes, and what a step then held.
 
     python -m benchmarks budgets_kept [--json FILE] [--picture FILE] [--quick] [--ways NAME ...]
 

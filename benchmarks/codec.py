@@ -1,4 +1,4 @@
-"""How fast and how small: the FFT codec beside its own transform, a memcpy and torch.topk.
+"""Speed and size of the FFT codec, compared with its own transform, a memcpy and torch.topk.
 
     python -m benchmarks codec [--quick] [--json FILE] [--threads N] [--device cuda]
     python -m benchmarks codec --paper [--json FILE]    the paper's settings beside SciPy

@@ -1,4 +1,4 @@
-"""The codec on a GPU beside its limits and its rivals; `benchmarks/codec.py --device cuda`.
+"""The codec on a GPU, compared with its limits and rivals; `benchmarks/codec.py --device cuda`.
 
 Times are medians of CUDA-event measurements after a warm-up, of a CUDA graph where the path allows
 one (`*_eager_s` has the calls from Python); every repetition times all contenders

@@ -1,4 +1,4 @@
-"""The collectives that a step starts, in whatever thread: what a rank brings to each, in bytes."""
+"""Collectives that a step starts, in any thread, with the bytes that a rank contributes to each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A table of simulated collisions: is there a heavy particle among the tracks? No real detector.
+"""A table of simulated collisions: is there a heavy particle among the tracks? Not real data.
 
 Each event has four objects with transverse momentum, pseudorapidity and azimuth, measured with an
 error, ordered by momentum, and the missing momentum. In the signal two of them come from a particle

@@ -1,4 +1,4 @@
-"""Compiled steps within a budget: measured peak against what was asked for, and seconds.
+"""Compiled steps within a budget: measured peaks against the budget, and seconds.
 
     python -m benchmarks compiled_peaks [--json FILE] [--models NAME ...] [--shares SHARE ...]
                                         [--rivals SHARE ...] [--rounds N]

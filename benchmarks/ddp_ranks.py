@@ -1,4 +1,4 @@
-"""Real ranks of torch.distributed over Gloo: a script starts itself once per rank and collects.
+"""Real torch.distributed ranks over Gloo: a script starts itself once per rank.
 
     if not as_rank(work):   # in a rank: work(job) -> what it found, a dict
         main()              # calls run_ranks(__file__, job, ranks=2, timeout_s=600)

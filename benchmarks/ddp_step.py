@@ -1,13 +1,13 @@
-"""What compression adds to a DDP step: CPU and wall milliseconds of every way, in turn.
+"""What compression adds to a DDP step: CPU and wall milliseconds of every way, alternating.
 
     python -m benchmarks ddp_step            three runs of two ranks, about two minutes each
     python -m benchmarks ddp_step --report   the table of what has been measured
 
 A transformer of 7.4 million parameters, two Gloo ranks of one thread each, a batch so small that a
-plain step takes some 60 ms of a core. In a run all ways live in the same two processes and take
-turns by rounds, whose order rotates; what a way adds is the median over the rounds of its median
-less plain's in the same round. CPU time is that of the whole process, Gloo's threads included; a
-step is the forward and backward pass and SGD. A finished run is saved at once and not done again
+plain step takes some 60 ms of a core. In a run all ways live in the same two processes and
+alternate in rounds, whose order rotates; what a way adds is the median over the rounds of its
+median less plain's in the same round. CPU time is of the whole process, with Gloo's threads; a
+step is the forward and backward pass and SGD. Finished runs are saved at once and not repeated
 on the same commit.
 """
 
@@ -150,14 +150,14 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Do the runs that are missing, then print the table."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="plain among them")
-    parser.add_argument("--runs", type=int, default=3, help="of processes started anew")
+    parser.add_argument("--report", action="store_true", help="only print the table")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="must include plain")
+    parser.add_argument("--runs", type=int, default=3, help="runs, each with new processes")
     parser.add_argument("--rounds", type=int, default=14)
-    parser.add_argument("--steps", type=int, default=5, help="of a way in a round")
+    parser.add_argument("--steps", type=int, default=5, help="steps per way and round")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
-    parser.add_argument("--length", type=int, default=16, help="tokens of a sequence")
+    parser.add_argument("--length", type=int, default=16, help="tokens per sequence")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Ways in which DDP averages gradients, by name: torch's own hooks, and those of this project.
+"""Ways in which DDP averages gradients, by name: torch's own hooks, and this project's.
 
 "plain", "fp16", "powersgd RANK", "low rank RATIO", "auto RATIO", "gather"
 """

@@ -1,4 +1,4 @@
-"""The peak of a step by CUDA's allocator, less what is no part of it."""
+"""The peak of a step by CUDA's allocator, without what does not belong to the step."""
 
 from __future__ import annotations
 

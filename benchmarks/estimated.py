@@ -1,4 +1,4 @@
-"""What `estimate` says of other people's architectures, beside what a step of each really holds.
+"""`estimate` on architectures from libraries, compared with what a step really holds.
 
     python -m benchmarks estimated --json benchmarks/results/estimated.json
 

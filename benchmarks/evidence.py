@@ -1,4 +1,4 @@
-"""Evidence of what a tree does, frozen before a redesign and compared after it.
+"""Record what a tree does before a redesign, and compare it afterwards.
 
     python -m benchmarks evidence freeze --out FOLDER [--sections NAME ...] [--units NAME ...]
                                          [--all] [--resume]
@@ -235,18 +235,18 @@ def main(argv: list[str]) -> int:
     """Read the command line and do as asked."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    freezing = commands.add_parser("freeze", help="write the evidence of a tree")
+    freezing = commands.add_parser("freeze", help="write the evidence of a tree to files")
     freezing.add_argument("--out", type=Path, required=True)
-    freezing.add_argument("--units", nargs="+", help="of one section")
-    freezing.add_argument("--all", action="store_true", help="units that take long as well")
+    freezing.add_argument("--units", nargs="+", help="units of one section")
+    freezing.add_argument("--all", action="store_true", help="also units that take hours")
     freezing.add_argument("--resume", action="store_true")
-    comparing = commands.add_parser("compare", help="say what differs, and what is worse")
+    comparing = commands.add_parser("compare", help="print differences, and which are worse")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
     comparing.add_argument("--explained", nargs="+", default=[], metavar="PATTERN")
     for subparser in (freezing, comparing):
         subparser.add_argument("--sections", nargs="+", choices=list(SECTIONS))
-    commands.add_parser("list", help="name the sections")
+    commands.add_parser("list", help="list the sections")
     # What `freeze` runs in processes of their own.
     for command in ("units", "rows"):
         inner = commands.add_parser(command)

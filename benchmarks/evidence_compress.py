@@ -1,4 +1,4 @@
-"""The sections of evidence.py about sn_compress: payloads, and a tiny net trained by each seam.
+"""Sections of evidence.py for sn_compress: payloads, and a tiny net trained with each seam.
 
     python -m benchmarks evidence freeze --out FOLDER --sections compress_closure compress_calls \
         compress_golden compress_payloads compress_seams

@@ -1,4 +1,4 @@
-"""One rank of what evidence_compress.py freezes: a tiny net trained by each class in each seam.
+"""One rank for evidence_compress.py: a tiny net trained by each class with each seam.
 
 Started by evidence_compress.py, as a rank of torch.distributed or of Horovod. All is seeded and on
 one thread, so the bits of the parameters after STEPS steps are those of the code and the machine.

@@ -1,4 +1,4 @@
-"""What evidence.py compares two trees by: rules that say of a frozen row whether it got worse.
+"""Rules by which evidence.py compares two trees: whether a recorded row got worse.
 
 A rule takes the row of before and the row of after, and yields findings. A finding is worse, or a
 difference to be explained. Rules of a whole section take the pairs of all its rows.

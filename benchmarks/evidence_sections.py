@@ -1,4 +1,4 @@
-"""The sections of evidence.py: what is frozen of a tree, row by row.
+"""The sections of evidence.py: what is recorded of a tree, row by row.
 
 A section has units, each of which runs in a process of its own, as what one network leaves behind
 (memory, compiled code, cached shapes) must not reach another's figures. Most rows are those of

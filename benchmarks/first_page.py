@@ -164,7 +164,7 @@ def draw_memory(to: Path) -> None:
 def main() -> None:
     """Measure, draw."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--measure", action="store_true", help="the memory of a step")
+    parser.add_argument("--measure", action="store_true", help="measure a step's memory first")
     args = parser.parse_args()
     if args.measure:
         measure()

@@ -1,4 +1,4 @@
-"""How much of gradient and memory a step sends: low rank against frequencies, in equal words.
+"""How much of gradient and memory a step sends: low rank and frequencies, in equal words.
 
     python -m benchmarks frequencies [--net cnn] [--directions 1 3] [--steps 60] [--json FILE]
 
@@ -132,7 +132,9 @@ def main() -> None:
     """Measure, and print a line for each tensor and part."""
     parser = flags(__doc__)
     parser.add_argument("--net", default="cnn", choices=MAKE)
-    parser.add_argument("--directions", type=int, nargs="+", default=[1, 3], help="of low rank")
+    parser.add_argument(
+        "--directions", type=int, nargs="+", default=[1, 3], help="numbers of low-rank directions"
+    )
     parser.add_argument("--steps", type=int, default=60)
     args = parser.parse_args()
     rows = follow(args.net, args.directions, args.steps)

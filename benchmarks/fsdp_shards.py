@@ -1,4 +1,4 @@
-"""FSDP2 in fewer bytes: loss of a small GPT-2 by seed, bytes that travel, alone and with a plan.
+"""FSDP2 in fewer bytes: loss of a small GPT-2 by seed, and bytes, alone and with a plan.
 
     python -m benchmarks fsdp_shards [--ways NAME ...] [--seeds 0 1 2] [--steps 200] [--json FILE]
     python -m benchmarks fsdp_shards --report
@@ -131,7 +131,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def parser_of(doc: str | None, results: Path, ways: Iterable[str]) -> argparse.ArgumentParser:
     """The arguments of a bench that trains each way with each seed."""
     parser = flags(doc, results)
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=200)
@@ -163,7 +163,7 @@ def rows_by_seed(
 def main() -> None:
     """Do the runs that are missing, then print the table."""
     parser = parser_of(__doc__, RESULTS, WAYS)
-    parser.add_argument("--budget", default="60%", help="of the planned ways")
+    parser.add_argument("--budget", default="60%", help="budget of the planned ways")
     args = parser.parse_args()
     budgets = {way: args.budget if WAYS[way].get("planned") else None for way in WAYS}
     print(table(rows_by_seed(__file__, args, lambda way: {"budget": budgets[way]})))

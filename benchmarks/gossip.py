@@ -1,13 +1,13 @@
 """What does gossip cost in accuracy? A convolutional net on Fashion-MNIST, 4 and 8 ranks, 3 seeds.
 
-    python -m benchmarks gossip            what is missing of the whole study
+    python -m benchmarks gossip            the missing runs of the whole study
     python -m benchmarks gossip --quick    one short run of each method: does it all run?
     python -m benchmarks gossip --steps 600 --seeds 0 --methods "weights, top-k" --pull 0.5
 
 Ranks are threads of one process with the optimizer's own code (benchmarks/local_peers.py); every
 message is real. All methods see the same images in the same order, 64 a step, shared among the
-ranks. The consensus model is tested, the mean of all replicas, and one worker beside it. A finished
-run is saved at once and not done again. The whole study also writes its table into docs/gossip.md
+ranks. The consensus model is tested, the mean of all replicas, and one worker beside it. Finished
+runs are saved at once and not repeated. The whole study also writes its table into docs/gossip.md
 and draws docs/gossip.png.
 """
 
@@ -181,9 +181,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(STUDIED))
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--pull", type=float, default=PULL, help="of methods with a codec")
-    parser.add_argument("--workers", type=int, default=2, help="processes")
-    parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    parser.add_argument("--pull", type=float, default=PULL, help="pull of methods with a codec")
+    parser.add_argument("--workers", type=int, default=2, help="parallel processes")
+    parser.add_argument("--png", type=Path, help="plot all rows")
     args = parser.parse_args()
     path = path_of(args, RESULTS)
     runs = plan(args.methods, args.seeds, args.ranks, args.steps, args.pull)

@@ -1,4 +1,4 @@
-"""Seconds of a step by gossip and by all-reduce, behind shaped links, with one slow rank or none.
+"""Seconds of a step with gossip and all-reduce, over shaped links, with and without a slow rank.
 
     python -m benchmarks gossip_links [--model NAME] [--ranks N] [--gbit RATE] [--rho R ...]
                                       [--slow FACTOR ...] [--steps N] [--json FILE]
@@ -39,7 +39,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gbit", type=float, default=0.1)
     parser.add_argument("--rho", type=float, nargs="+", default=[1.0, 2.56])
     parser.add_argument("--slow", type=float, nargs="+", default=[1.0, 1.5])
-    parser.add_argument("--steps", type=int, default=4, help="timed ones, two go before")
+    parser.add_argument("--steps", type=int, default=4, help="timed steps, after two untimed")
     parser.add_argument("--timeout", type=float, default=3600)
     return parser.parse_args(argv)
 

@@ -1,4 +1,4 @@
-"""What the rows of benchmarks/gossip.py say: a table and a picture."""
+"""Report of benchmarks/gossip.py's rows: a table and a picture."""
 
 from __future__ import annotations
 

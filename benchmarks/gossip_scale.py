@@ -1,4 +1,4 @@
-"""Seconds of a step on up to 1,024 ranks, simulated from the link and codec that were measured.
+"""Seconds of a step on up to 1,024 ranks, simulated from the measured link and codec.
 
     python -m benchmarks gossip_scale [--measure] [--steps N] [--json FILE] [--png FILE]
 
@@ -274,7 +274,7 @@ def measure(gbit: float) -> float:
 def main() -> None:
     """Predict what was measured, then what was not."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--measure", action="store_true", help="time a message anew")
+    parser.add_argument("--measure", action="store_true", help="measure the time of a message")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--png", type=Path)
     args = parser.parse_args()

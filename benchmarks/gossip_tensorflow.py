@@ -1,11 +1,11 @@
 """What does gossip cost in accuracy, in Keras on real ranks? The settings of benchmarks/gossip.py.
 
-    python -m benchmarks gossip_tensorflow            what is missing of the whole study
+    python -m benchmarks gossip_tensorflow            the missing runs of the whole study
     python -m benchmarks gossip_tensorflow --quick    20 steps on 2 ranks: does it all run?
 
 horovodrun starts 4, then 8 processes of benchmarks/gossip_tensorflow_rank.py on this machine; every
 message is Horovod's over Gloo. All-reduce is sn_compress.tensorflow.keras.DistributedOptimizer, as
-Horovod's own does not average under Keras 3. A finished run is saved at once and not done again.
+Horovod's own does not average under Keras 3. Finished runs are saved at once and not repeated.
 The whole study also writes its table into docs/gossip.md and draws docs/gossip_tensorflow.png.
 """
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 4])
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["all-reduce", "weights"])
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    parser.add_argument("--png", type=Path, help="plot all rows")
     args = parser.parse_args()
     path = path_of(args, RESULTS)
     runs = plan(args.methods, args.seeds, args.ranks, args.steps)

@@ -1,15 +1,15 @@
-"""Networks that train under a limit that the kernel keeps, and plain of which it refuses memory.
+"""Networks that train, with a plan, under a hard limit in which plain runs out of memory.
 
     python -m benchmarks hard_limits [--trials 2] [--json FILE] [--nets NAME ...] [--scratch MIB]
                                      [--cgroup FOLDER]
 
-Each trial is a process of its own. It imports, makes a network and a sample, notes what it holds
-(base), plans at 70 % (or the smallest budget above that keeps), sets the limit to base, less what
-of the step is there already, plus budget, plus `process_bytes`, plus --scratch; then it trains 20
-steps. The limit is RLIMIT_DATA. `plain` trains under the limit of the network's planned trial and
-never planned. FOLDER is a cgroup (v1 or v2) that the caller made and may write to: the trial
-begins in it, and the limit is set there, beyond what it then holds (resident pages). Rows in FILE
-are kept; more --trials add to them.
+Each trial is a separate process. It imports, makes a network and a sample, records what it holds
+(base), plans at 70 % (or the smallest feasible budget above), sets the limit to base, less the
+parts of the step that exist already, plus budget, plus `process_bytes`, plus --scratch; then it
+trains 20 steps. The limit is RLIMIT_DATA. `plain` trains under the limit of the network's planned
+trial, without planning. FOLDER is a cgroup (v1 or v2) that the caller made and may write to: the
+trial starts in it, and the limit is set there, beyond what it then holds (resident pages). Rows in
+FILE are kept; more --trials add to them.
 """
 
 from __future__ import annotations
@@ -132,9 +132,9 @@ def main() -> None:
     parser = flags(__doc__, ROOT / "benchmarks/results/hard_limits.json")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--trials", type=int, default=2)
-    parser.add_argument("--scratch", type=int, default=0, help="MiB more, for kernels' scratch")
-    parser.add_argument("--cgroup", default="", help="a folder of /sys/fs/cgroup made for this")
-    parser.add_argument("--one", type=json.loads, help="this trial, in this process")
+    parser.add_argument("--scratch", type=int, default=0, help="MiB added for kernels' scratch")
+    parser.add_argument("--cgroup", default="", help="a folder under /sys/fs/cgroup to use")
+    parser.add_argument("--one", type=json.loads, help="run this trial in this process")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(trial(args.one)), flush=True)

@@ -1,4 +1,4 @@
-"""What a planned step holds by the allocator's own events, kernels' scratch included.
+"""Bytes that a planned step holds, by the allocator's own events, kernels' scratch included.
 
     python -m benchmarks held_bytes [--json FILE] [--only NAME ...] [--budgets 60 70 80]
         [--threads 1 2] [--isa default AVX2 AVX512_CORE] [--resume] [--cuda]

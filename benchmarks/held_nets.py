@@ -1,4 +1,4 @@
-"""Networks of which held_bytes.py and others measure what they hold: small, of many kinds."""
+"""Small networks of many kinds, for held_bytes.py and others."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--models", nargs="+", default=["resnet50", "gpt2-small"])
     parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--ranks", type=int, default=64, help="of the ring that is compared with")
+    parser.add_argument("--ranks", type=int, default=64, help="ranks of the ring to compare with")
     args = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     rows = []

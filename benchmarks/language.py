@@ -1,4 +1,4 @@
-"""A transformer of 7.4 million parameters that reads text, and the text every Python brings along.
+"""A transformer of 7.4 million parameters, and the text it reads, which comes with Python.
 
 Words and signs of the help pages in `pydoc_data` are the tokens, the 2,047 most frequent of them
 by number and all others as 0. Two versions of Python have slightly different pages, so losses are

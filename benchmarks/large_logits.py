@@ -1,4 +1,4 @@
-"""A GPT-2 with its whole vocabulary: torch's linear_cross_entropy beside logits made at once.
+"""A GPT-2 with its whole vocabulary: torch's linear_cross_entropy against all logits at once.
 
     python -m benchmarks large_logits [--tokens N] [--width N] [--layers N] [--times N]
 

@@ -1,4 +1,4 @@
-"""What every method makes of a step on published GPUs and links: computed, not run.
+"""Steps of every method on published GPUs and links: computed, not run.
 
     python -m benchmarks links --json FILE          records exchanges and codecs, and computes
     python -m benchmarks links --recorded FOLDER    with the recordings of benchmarks/training.py
@@ -185,9 +185,9 @@ def _text(cell: dict[tuple[str, str], dict[str, Any]], method: str, wire: str, w
 def main() -> None:
     """Compute and print; or print."""
     parser = flags(__doc__)
-    parser.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
+    parser.add_argument("--recorded", type=Path, help="folder to keep recordings in")
     parser.add_argument("--report", type=Path, help="print the tables of this file")
-    parser.add_argument("--page", type=Path, help="print what docs/network.md has of this file")
+    parser.add_argument("--page", type=Path, help="print docs/network.md's tables of this file")
     args = parser.parse_args()
     if args.report:
         print(tables(load(args.report)))

@@ -1,4 +1,4 @@
-"""Ranks of a gossip run as threads of one process: the optimizer's own code, only the wire missing.
+"""Gossip ranks as threads of one process: the optimizer's own code, without a network.
 
 What a rank sends is copied and lies in a queue until the partner takes it; sums are taken in order
 of rank. Gossip between two ranks is two messages whatever else goes on, so real ranks get the same

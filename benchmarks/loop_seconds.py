@@ -1,4 +1,4 @@
-"""Microseconds per call in a training step of tiny ops: the model's own, and by a plan.
+"""Microseconds per call in a training step of tiny ops: the model's own, and planned.
 
     OMP_NUM_THREADS=1 python -m benchmarks loop_seconds [--json FILE] [--layers 100] [--steps 200]
 

@@ -1,4 +1,4 @@
-"""Where and on what a result was measured: columns every benchmark adds to its rows."""
+"""Where a result was measured: columns that every benchmark adds to its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which figure is of which code: the rows of benchmarks/results/manifest.json, and their check.
+"""Which code each figure is from: rows of benchmarks/results/manifest.json, and their check.
 
 A commit says too little: it changes with every comment, and rows of one file have several. So a row
 keeps a hash of the code that its result measures: of the files of its areas, without comments,

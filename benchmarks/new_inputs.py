@@ -1,4 +1,4 @@
-"""Sequences of eight lengths in shuffled order: peaks, searches and seconds of first sight.
+"""Sequences of eight lengths in shuffled order: peaks, searches and seconds of new lengths.
 
     python -m benchmarks new_inputs [--json FILE] [--large]
 

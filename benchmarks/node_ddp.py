@@ -4,13 +4,13 @@
     python -m benchmarks node_ddp --report
 
 Each node is a namespace behind a link of --gbit (benchmarks/shaped_links.py); its --per-node ranks
-meet at its own address, so that what travels inside a node never comes to the link. Gradients have
-AlexNet's shapes and are made without a network: 64 directions of falling strength, which ranks
-share, and noise of each rank's own. Of noise alone low rank would send rows, and twice as much.
-What is timed is a backward pass of one product a parameter, and the exchange. Bytes are those that
-the node's interface counts in a step, headers included; CPU seconds those of all ranks together,
-which other programs hardly change. "plain by nodes" is all of it summed inside a node and
-travelling whole between owners: to LowRankCompression no tensor is large enough.
+meet at its own address, so that traffic inside a node never reaches the link. Gradients have
+AlexNet's shapes and are made without a network: 64 directions of decreasing strength, which ranks
+share, plus noise of each rank. For pure noise low rank would send rows, and twice as much.
+The timed part is a backward pass of one product per parameter, and the exchange. Bytes are those
+that the node's interface counts in a step, headers included; CPU seconds those of all ranks
+together, which other programs hardly change. "plain by nodes" sums everything inside a node and
+sends it uncompressed between owners: no tensor is large enough for LowRankCompression.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Do the runs that are missing, then print the tables."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     parser.add_argument("--nodes", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.1, 1.0])

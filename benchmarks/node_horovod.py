@@ -116,14 +116,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Do the runs that are missing, then print the table."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--per-node", type=int, default=2)
     parser.add_argument("--gbit", type=float, default=0.1)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--steps", type=int, default=3, help="counted steps of each way")
     parser.add_argument("--scale", type=int, default=1, help="divides the sides of large matrices")
-    parser.add_argument("--cycle-ms", type=float, default=1.0, help="of Horovod's negotiation")
+    parser.add_argument(
+        "--cycle-ms", type=float, default=1.0, help="cycle of Horovod's negotiation"
+    )
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank:

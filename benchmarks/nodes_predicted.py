@@ -1,4 +1,4 @@
-"""Steps of ranks in nodes, measured, beside what `sn_compress.predict` says of them.
+"""Measured steps of ranks in nodes, compared with `sn_compress.predict`.
 
     python -m benchmarks nodes_predicted                a table in Markdown, from kept rows
     python -m benchmarks nodes_predicted --measure      rates of this machine, a minute
@@ -152,7 +152,7 @@ def mean_of(by_rank: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Print the table, or measure."""
     parser = flags(__doc__, RATES)
-    parser.add_argument("--measure", action="store_true", help="rates of this machine")
+    parser.add_argument("--measure", action="store_true", help="measure this machine's rates")
     args = parser.parse_args()
     if args.measure:
         mean = mean_of(run_ranks(__file__, {}, ranks=RANKS, timeout_s=300))

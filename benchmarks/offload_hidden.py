@@ -1,4 +1,4 @@
-"""How much of the copies of an offloading plan passes beside ops, over a modelled link.
+"""How much of an offloading plan's copies overlaps with ops, over a modelled link.
 
     python -m benchmarks offload_hidden [--json FILE] [--models NAME ...] [--steps 5]
 

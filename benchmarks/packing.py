@@ -91,7 +91,7 @@ def main() -> None:
     """Make all rows and print the table."""
     torch.set_num_threads(1)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="the small tensors, few rounds")
+    parser.add_argument("--quick", action="store_true", help="small tensors, few rounds")
     quick = parser.parse_args().quick
     about = origin()
     folder = ROOT / "benchmarks" / ("out" if quick else "results")

@@ -1,9 +1,9 @@
-"""Does compression pay? README's table, and predicted steps beside measured ones.
+"""Does compression pay? README's table, and predicted steps compared with measured ones.
 
     python -m benchmarks pays                  README's tables, by `sn_compress.predict`
-    python -m benchmarks pays --write          the same, put into README
-    python -m benchmarks pays --measure        steps behind shaped links beside what predict says of
-                                               them; as root, needs iproute2; about six minutes
+    python -m benchmarks pays --write          the same, written into README
+    python -m benchmarks pays --measure        steps over shaped links, and predicted ones; as
+                                               root, needs iproute2; about six minutes
 
 **The table** takes computing from publications (benchmarks/published.py), bytes from the shapes of
 the parameters, and the codec from rates of one core, measured once and kept in
@@ -246,8 +246,8 @@ def measured(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Print, write or measure."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--write", action="store_true", help="into README")
-    parser.add_argument("--measure", action="store_true", help="steps behind shaped links")
+    parser.add_argument("--write", action="store_true", help="write the tables into README")
+    parser.add_argument("--measure", action="store_true", help="measure steps over shaped links")
     parser.add_argument("--models", nargs="+", default=["transformer", "resnet50"])
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0, 0.1])
     parser.add_argument("--steps", type=int, default=9)

@@ -1,4 +1,4 @@
-"""matplotlib as the benchmarks draw with it: into files, without a display."""
+"""matplotlib for the benchmarks: into files, without a display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time against memory: `auto` and every planner of the literature on the generated networks.
+"""Time against memory: `auto` and the planners of the literature on the generated networks.
 
     python -m benchmarks planner [--quick] [--json FILE] [--png FILE] [--models NAME ...]
                                  [--budgets N] [--time-limit SECONDS]
@@ -12,7 +12,7 @@ the planning itself (`solve_s`), so the measured columns are empty. Every plan i
 cannot keep a budget gives a row with `kept` false and the peak it needs. `auto_recompute` is `auto`
 without transfers, at the half and the third.
 
-A file that is there is gone on with: networks it has are left out, unless `--models` names them.
+An existing file is resumed: networks in it are skipped, unless `--models` names them.
 """
 
 from __future__ import annotations
@@ -204,9 +204,9 @@ def main(argv: list[str]) -> int:
         return int(import_module(f"planner_{chosen.framework}").main(argv))
     parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="four networks at four budgets")
-    parser.add_argument("--models", nargs="+", choices=list(NETWORKS), help="some networks only")
+    parser.add_argument("--models", nargs="+", choices=list(NETWORKS), help="only these networks")
     parser.add_argument("--budgets", type=int, default=10)
-    parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per budget")
+    parser.add_argument("--time-limit", type=float, default=8.0, help="seconds of auto per budget")
     parser.add_argument("--png", type=Path)
     args = parser.parse_args(argv)
     count, limit = (4, 4.0) if args.quick else (args.budgets, args.time_limit)

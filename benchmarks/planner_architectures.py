@@ -1,4 +1,4 @@
-"""Architectures of other people's libraries under a plan: right, or refused with a reason.
+"""Architectures from libraries under a plan: correct, or refused with a reason.
 
     OMP_NUM_THREADS=1 python -m benchmarks planner_architectures [--json FILE] [--only NAME ...]
         [--resume] [--quick]
@@ -323,7 +323,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(ALL), default=[])
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--rows", choices=list(ALL), help="these alone, as JSON")
+    parser.add_argument("--rows", choices=list(ALL), help="only these, as JSON")
     args = parser.parse_args()
     if args.rows:
         for library in ("transformers", "diffusers"):

@@ -1,4 +1,4 @@
-"""Architectures of all kinds planned within 70 % of their activation memory: right, or refused.
+"""Architectures of all kinds planned for 70 % of activation memory: correct, or refused.
 
     python -m benchmarks planner_architectures_tensorflow [--quick] [--json FILE]
                                                           [--models NAME ...]
@@ -112,7 +112,7 @@ def main() -> None:
     """Run the rows that were asked for."""
     parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--table", action="store_true", help="print the rows of FILE, make none")
+    parser.add_argument("--table", action="store_true", help="only print the rows of FILE")
     parser.add_argument("--models", nargs="+", default=list(BUILDERS), choices=list(BUILDERS))
     args = parser.parse_args()
     logging.getLogger("tensorflow").setLevel(logging.ERROR)

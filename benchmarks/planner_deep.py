@@ -124,9 +124,9 @@ def most_blocks(early: bool) -> int:
 def main(argv: list[str]) -> int:
     """Run, print, write."""
     parser = flags(__doc__)
-    parser.add_argument("--quick", action="store_true", help="only what needs no long planning")
+    parser.add_argument("--quick", action="store_true", help="only what is planned quickly")
     parser.add_argument("--time-limit", type=float, default=120.0)
-    parser.add_argument("--low", type=int, help="blocks of stage three to bisect from")
+    parser.add_argument("--low", type=int, help="stage-three blocks to start bisecting from")
     parser.add_argument("--update", action="append", choices=("end", "early"))
     parser.add_argument("--part", action="append", choices=("deepest", "resnet2500"))
     args = parser.parse_args(argv)

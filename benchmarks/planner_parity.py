@@ -1,4 +1,4 @@
-"""The same network in torch and in TensorFlow: peaks of the graphs, and what is alive there.
+"""The same network in torch and in TensorFlow: peaks of the graphs, and live storages there.
 
     python -m benchmarks planner_parity [--json FILE] [--side PIXELS] [--batch N]
 

@@ -253,8 +253,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=names)
     parser.add_argument("--side", type=int, default=224)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per budget")
-    parser.add_argument("--resident", type=Path, help="run one step with this plan, for its memory")
+    parser.add_argument("--time-limit", type=float, default=8.0, help="seconds of auto per budget")
+    parser.add_argument("--resident", type=Path, help="measure a step with this plan")
     args = parser.parse_args(argv)
     one_thread()
     side = 32 if args.quick else args.side

@@ -1,4 +1,4 @@
-"""Planned steps beside tf.recompute_grad per block and keras.RematScope, at equal memory.
+"""Planned steps compared with tf.recompute_grad and keras.RematScope, at equal memory.
 
     python -m benchmarks planner_tensorflow_rivals [--quick] [--json FILE] [--models NAME ...]
                                                    [--side PIXELS] [--batch N]
@@ -156,7 +156,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--models", nargs="+", choices=list(ENDS))
     parser.add_argument("--side", type=int, default=128)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--time-limit", type=float, default=8.0, help="of auto, per rival")
+    parser.add_argument("--time-limit", type=float, default=8.0, help="seconds of auto per rival")
     args = parser.parse_args(argv)
     one_thread()
     side = 32 if args.quick else args.side

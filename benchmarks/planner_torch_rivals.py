@@ -1,4 +1,4 @@
-"""Planned torch models beside torch's own tools: peak and op seconds at many budgets.
+"""Planned torch models compared with torch's own tools: peaks and op seconds at many budgets.
 
     python -m benchmarks planner_torch_rivals [--json FILE] [--models NAME ...] [--quick]
                                               [--picture FILE]

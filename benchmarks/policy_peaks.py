@@ -1,4 +1,4 @@
-"""Checkpoint policies: the peak that is predicted and the one that is measured, three ways.
+"""Checkpoint policies: predicted and measured peaks, eager, compiled and under FSDP2.
 
     python -m benchmarks policy_peaks [--json FILE] [--models NAME ...] [--ways NAME ...]
                                       [--shares SHARE ...]

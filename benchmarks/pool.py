@@ -1,4 +1,4 @@
-"""How low buffers are packed, and how fast: MiniMalloc's files, random ones, 100,000 at once.
+"""How tightly and how fast buffers are packed: MiniMalloc's files, random ones, 100,000 at once.
 
     python -m benchmarks pool [--quick] [--json FILE] [--png FILE]
 

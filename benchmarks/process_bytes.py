@@ -1,4 +1,4 @@
-"""What a process takes beyond the tensors of a planned step: RLIMIT_DATA's count (VmData).
+"""What a process takes beyond the tensors of a planned step, by RLIMIT_DATA's count (VmData).
 
     python -m benchmarks process_bytes [--json FILE] [--nets NAME ...] [--malloc on off]
 
@@ -86,7 +86,7 @@ def main() -> None:
     parser = flags(__doc__, ROOT / "benchmarks/results/process_bytes.json")
     parser.add_argument("--nets", nargs="+", default=list(NETS), choices=list(NETS))
     parser.add_argument("--malloc", nargs="+", default=["on", "off"])
-    parser.add_argument("--one", help="this network, in this process")
+    parser.add_argument("--one", help="run this network in this process")
     args = parser.parse_args()
     if args.one:
         print(json.dumps(row_of(args.one)), flush=True)

@@ -1,4 +1,4 @@
-"""Seconds of a training step on GPUs, and links of clusters, as others have published them.
+"""Published seconds of training steps on GPUs, and links of clusters.
 
 What compression can gain hangs on one number: the seconds in which plain's bytes cross the link,
 over the seconds of computing (rho). Taken from a paper's own speed-up it proves nothing. So both

@@ -1,4 +1,4 @@
-"""Bytes that others have published, beside what `estimate` says of the same set-up.
+"""Published bytes, compared with what `estimate` says of the same set-up.
 
     python -m benchmarks published_estimates --json benchmarks/results/published_estimates.json
 

@@ -1,4 +1,4 @@
-"""CPU ms that a rank works in a step of the small net, by thread, without a link between ranks.
+"""CPU ms of a rank in a step of the small net, by thread, without a link between ranks.
 
     OMP_NUM_THREADS=1 horovodrun --gloo -np 4 python -m benchmarks rank_cpu shared powersgd none
 

@@ -1,4 +1,4 @@
-"""Real Horovod ranks in the namespaces of `shaped_links`: started, followed, collected."""
+"""Real Horovod ranks in the namespaces of `shaped_links`: started, monitored, collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is lost at what size: every codec on real gradients, ours beside each at the same bytes.
+"""Energy lost at each size: every codec on real gradients, and ours at the same bytes.
 
     python -m benchmarks rate_distortion [--quick] [--json FILE] [--png FILE]
 

@@ -1,4 +1,4 @@
-"""A small LSTM that reads characters, trained on two ranks under DDP: loss on text held back.
+"""A small character LSTM trained on two ranks under DDP: validation loss.
 
     torchrun --nproc-per-node 2 -m benchmarks recurrent
     python -m benchmarks recurrent --orders

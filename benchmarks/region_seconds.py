@@ -1,4 +1,4 @@
-"""Seconds of a step by regions over those of one graph with the same peak.
+"""Seconds of a step by regions, over those of one graph with the same peak.
 
     OMP_NUM_THREADS=1 python -m benchmarks region_seconds [--places NAME ...] [--steps N]
 

@@ -1,4 +1,4 @@
-"""Models whose course depends on values, trained within a budget by regions: peaks and gradients.
+"""Models with value-dependent control flow, trained within a budget by regions.
 
     python -m benchmarks regions [--only NAME ...] [--shares 50 40] [--json FILE]
 

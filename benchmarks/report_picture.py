@@ -1,4 +1,4 @@
-"""The picture and page of docs/report.md: ResNet-50 in half its memory, beside the named planners.
+"""Picture and page of docs/report.md: ResNet-50 in half its memory, and the named planners.
 
     python -m benchmarks report_picture [--png FILE] [--html FILE]
 

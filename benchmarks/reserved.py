@@ -1,4 +1,4 @@
-"""Reserved bytes over live bytes over packed bytes: what torch's caching allocator costs, on paper.
+"""Reserved over live over packed bytes: the overhead of torch's caching allocator, simulated.
 
     python -m benchmarks reserved [--json FILE] [--models NAME ...] [--cards NAME ...]
                                   [--time-limit SECONDS] [--no-kept]

@@ -1,4 +1,4 @@
-"""What TensorFlow's allocator reserves on a card for plans, by its rules, on paper.
+"""What TensorFlow's allocator reserves on a card for plans, simulated.
 
     python -m benchmarks reserved_tensorflow [--json FILE] [--models NAME ...]
     python -m benchmarks reserved_tensorflow --run NAME

@@ -1,4 +1,4 @@
-"""Gradients in the shapes of ResNet-50, of decaying spectrum, in torch's layout and in Keras's."""
+"""Gradients in ResNet-50's shapes with a decaying spectrum, in torch's and Keras's layout."""
 
 from __future__ import annotations
 

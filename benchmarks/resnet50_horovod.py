@@ -1,4 +1,4 @@
-"""Ranks of benchmarks/resnet50_step.py through Horovod's torch optimizer, plain and ours in turn.
+"""Ranks of resnet50_step.py with Horovod's torch optimizer, plain and ours alternating.
 
 What is handed to Horovod is counted at the functions of its library, so fusion, which is Horovod's
 own, is not in it: a collective is what Horovod agrees on by itself.

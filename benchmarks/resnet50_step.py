@@ -1,4 +1,4 @@
-"""ResNet-50's gradients at 100x: ratio, collectives, CPU seconds, ops of a bucket.
+"""ResNet-50's gradients at 100x: ratio, collectives, CPU seconds, ops per bucket.
 
     python -m benchmarks resnet50_step            what is missing, about six minutes
     python -m benchmarks resnet50_step --report   the table of what has been measured
@@ -178,13 +178,13 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def main() -> None:
     """Do the runs that are missing, then print the table."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--report", action="store_true", help="measure nothing")
+    parser.add_argument("--report", action="store_true", help="only print the table")
     parser.add_argument("--seams", nargs="+", choices=SEAMS, default=list(SEAMS))
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="8 for the ratio")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 8], help="8 gives the ratio")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=3, help="of a way in a round")
-    parser.add_argument("--width", type=int, default=64, help="of the first layer")
+    parser.add_argument("--steps", type=int, default=3, help="steps per way and round")
+    parser.add_argument("--width", type=int, default=64, help="width of the first layer")
     parser.add_argument("--classes", type=int, default=1000)
     args = parser.parse_args()
     rows = load(args.json)

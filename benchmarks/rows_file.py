@@ -1,4 +1,4 @@
-"""A benchmark's flags, and the file of its rows, which a run that was stopped goes on with."""
+"""A benchmark's flags, and the file of its rows, from which a stopped run resumes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def flags(doc: str | None, default: Path | None = None) -> argparse.ArgumentPars
     default : the file of the rows if none is named
     """
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
-    parser.add_argument("--json", type=Path, default=default, metavar="FILE", help="rows go there")
+    parser.add_argument(
+        "--json", type=Path, default=default, metavar="FILE", help="file for the rows"
+    )
     return parser
 
 

@@ -1,4 +1,4 @@
-"""Every CUDA kernel on small inputs, for compute-sanitizer to watch.
+"""Every CUDA kernel on small inputs, for compute-sanitizer.
 
 compute-sanitizer --tool memcheck python benchmarks/sanitize_cuda.py
 compute-sanitizer --tool racecheck python benchmarks/sanitize_cuda.py

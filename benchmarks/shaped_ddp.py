@@ -1,12 +1,12 @@
-"""DDP behind a shaped link: seconds of a step and seconds to a loss, every way in turn.
+"""DDP over a shaped link: seconds of a step and seconds to a loss, every way alternating.
 
     python -m benchmarks shaped_ddp            as root; needs iproute2; about eight minutes
     python -m benchmarks shaped_ddp --report   the table of what has been measured
 
 The transformer of benchmarks/ddp_step.py, trained for real with AdamW on the same text; two Gloo
 ranks, each in a namespace behind a link of --gbit (benchmarks/shaped_links.py). All ways are
-trained in the same two processes and take turns step by step, so that what else the machine does
-meets all of them; each has a clock that runs during its own steps only. Bytes are those that the
+trained in the same two processes and alternate step by step, so that other load on the machine
+affects all of them; each way's clock runs only during its own steps. Bytes are those that the
 namespace's interface counts, headers included. The loss is that of held-out text.
 """
 
@@ -145,16 +145,16 @@ def key_of(row: dict[str, Any]) -> tuple[Any, ...]:
 def main() -> None:
     """Do the runs that are missing, then print the table."""
     parser = flags(__doc__, RESULTS)
-    parser.add_argument("--report", action="store_true", help="measure nothing")
-    parser.add_argument("--clean", action="store_true", help="remove what a killed run has left")
+    parser.add_argument("--report", action="store_true", help="only print the table")
+    parser.add_argument("--clean", action="store_true", help="clean up after a killed run")
     parser.add_argument("--ways", nargs="+", default=list(WAYS))
     parser.add_argument("--gbit", type=float, nargs="+", default=[1.0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--train-steps", type=int, default=300)
-    parser.add_argument("--target", type=float, default=3.4, help="nats a token of held-out text")
+    parser.add_argument("--target", type=float, default=3.4, help="held-out loss, nats per token")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank")
-    parser.add_argument("--length", type=int, default=16, help="tokens of a sequence")
-    parser.add_argument("--rate", type=float, default=1e-3, help="AdamW's, after warming up")
+    parser.add_argument("--length", type=int, default=16, help="tokens per sequence")
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate after warm-up")
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--layers", type=int, default=8)
     args = parser.parse_args()

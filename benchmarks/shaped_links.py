@@ -1,4 +1,4 @@
-"""Ranks behind shaped links on one machine: namespaces, virtual cables, a bridge, a token bucket.
+"""Ranks behind shaped links on one machine: namespaces, veth pairs, a bridge, a token bucket.
 
 Each rank gets a network namespace whose only way out is a cable to a bridge, shaped at both ends.
 Needs root and iproute2. Everything made here is removed again: at the end of the `with`, at exit,

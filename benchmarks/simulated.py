@@ -1,4 +1,4 @@
-"""Several ranks in one process: the gradients of each, and what their exchange makes of them.
+"""Several ranks in one process: the gradients of each, and the result of their exchange.
 
 Real ranks on two cores would spend their time waiting for each other. Here one process computes
 every rank's gradient on that rank's images and hands all of them to the project's own exchange:

@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--limit", type=int, default=240, help="MiB")
-    parser.add_argument("--budget", type=int, default=130, help="MiB that the plan keeps")
+    parser.add_argument("--budget", type=int, default=130, help="budget of the plan, MiB")
     parser.add_argument("--child", choices=WAYS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     args = parser.parse_args()

@@ -1,6 +1,6 @@
 """Which method loses least accuracy at equal received bytes? Eight ranks, two nets, three seeds.
 
-    python -m benchmarks study            what is missing of the whole study, hours on two cores
+    python -m benchmarks study            the missing runs of the whole study, hours on two cores
     python -m benchmarks study --quick    one short run of most methods: does it all run?
     python -m benchmarks study --long     few methods, four times the steps
     python -m benchmarks study --unseen --ranks 2 4 8       two nets that no setting was chosen on
@@ -8,7 +8,7 @@
         --against benchmarks/results/study.json     two cells again, beside what they were
 
 Every rank's gradient and every payload is real; the ranks are simulated (benchmarks/simulated.py).
-A finished run is saved at once and not done again, so the study may be stopped and started at
+Finished runs are saved at once and not repeated, so the study may be stopped and started at
 will. The whole study also writes its tables into docs/accuracy.md and draws docs/study.png.
 """
 
@@ -261,16 +261,18 @@ def main() -> None:
     parser = flags(__doc__)
     parser.add_argument("--quick", action="store_true", help="few methods, few steps")
     parser.add_argument("--long", action="store_true", help="few methods, four times the steps")
-    parser.add_argument("--unseen", action="store_true", help="nets nothing was chosen on")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[RANKS], help="with --unseen")
-    parser.add_argument("--times", type=int, default=4, help="as many steps, with --long")
-    parser.add_argument("--only", nargs="+", metavar="METHOD", help="no other methods, now")
-    parser.add_argument("--nets", nargs="+", metavar="NET", help="no other nets, now")
-    parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="no other ones, now")
-    parser.add_argument("--ratios", type=float, nargs="+", help="no other ratios, now")
+    parser.add_argument("--unseen", action="store_true", help="nets on which no setting was chosen")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[RANKS], help="numbers of ranks, with --unseen"
+    )
+    parser.add_argument("--times", type=int, default=4, help="factor of the steps, with --long")
+    parser.add_argument("--only", nargs="+", metavar="METHOD", help="run only these methods")
+    parser.add_argument("--nets", nargs="+", metavar="NET", help="run only these nets")
+    parser.add_argument("--optimizers", nargs="+", metavar="NAME", help="run only these")
+    parser.add_argument("--ratios", type=float, nargs="+", help="run only these ratios")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--workers", type=int, default=2, help="processes of one thread each")
-    parser.add_argument("--png", type=Path, help="picture of all rows there are")
+    parser.add_argument("--png", type=Path, help="plot all rows")
     parser.add_argument("--against", type=Path, help="earlier rows, compared seed by seed")
     args = parser.parse_args()
     path, runs = RESULTS, plan(args.seeds, None)

@@ -1,4 +1,4 @@
-"""How well planning keeps its time limit, on the wall and in counted work.
+"""How well planning keeps its time limit, in wall-clock seconds and in counted work.
 
     python -m benchmarks time_limits --limits 1.5,5
 

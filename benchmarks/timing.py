@@ -1,4 +1,4 @@
-"""Steps that take turns, so that what else runs on the machine meets all of them alike."""
+"""Alternating steps, so that other load on the machine affects all of them equally."""
 
 from __future__ import annotations
 

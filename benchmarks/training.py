@@ -1,16 +1,16 @@
-"""Seconds per step and time to accuracy of every method, on real ranks behind shaped links.
+"""Seconds per step and time to accuracy of every method, on real ranks over shaped links.
 
     python -m benchmarks training --json FILE       as root; needs iproute2
     python -m benchmarks training --quick           4 ranks, small: does it all run? 2 minutes
     python -m benchmarks training --clean           removes what a killed run has left
 
-Every rank is a process in a network namespace, real Horovod over Gloo between them. Small nets are
-trained for real. Of large ones a step is replayed: where a GPU would compute, a rank sleeps, and
-where the codec would, it sleeps the CPU seconds that one rank alone was measured to need
-(`travel.py`); the collectives and their bytes are real. docs/network.md says how and why.
+Every rank is a process in a network namespace, with real Horovod over Gloo between them. Small
+nets are trained for real. For large ones a step is replayed: a rank sleeps instead of computing on
+a GPU, and for the codec it sleeps the CPU seconds measured on a single rank (`travel.py`); the
+collectives and their bytes are real. docs/network.md says how and why.
 
-A row is in FILE as soon as its run has ended. Stopped and started again with the same flags, the
-bench goes on behind the last one; `--recorded FOLDER` keeps the recordings, too.
+A row is written to FILE when its run ends. Started again with the same flags, the benchmark
+resumes after the last row; `--recorded FOLDER` also keeps the recordings.
 """
 
 from __future__ import annotations
@@ -34,40 +34,49 @@ from wire_methods import METHODS
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The flags, with what --quick makes of them."""
     parser = flags(__doc__)
-    parser.add_argument("--estimate", action="store_true", help="record, say how long, and end")
+    parser.add_argument(
+        "--estimate", action="store_true", help="only record and print the time needed"
+    )
     parser.add_argument("--quick", action="store_true", help="4 ranks and few steps, 2 minutes")
-    parser.add_argument("--clean", action="store_true", help="remove what a killed run has left")
+    parser.add_argument("--clean", action="store_true", help="clean up after a killed run")
     parser.add_argument("--models", nargs="+", choices=REPLAYED + TRAINED, default=list(REPLAYED))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--gbit", type=float, nargs="+", default=[0.1])
-    parser.add_argument("--steps", type=int, default=3, help="timed ones of a replayed run")
+    parser.add_argument("--steps", type=int, default=3, help="timed steps of a replayed run")
     parser.add_argument("--train-steps", type=int, default=400)
-    parser.add_argument("--looks", type=int, default=20, help="times accuracy is taken in training")
+    parser.add_argument("--looks", type=int, default=20, help="number of accuracy tests")
     parser.add_argument("--batch", type=int, default=16, help="images per rank in training")
-    parser.add_argument("--target", type=float, help="per cent right that the clock is read at")
-    parser.add_argument("--ratio", type=float, default=100.0, help="of the shared exchange")
-    parser.add_argument("--warmup", type=int, default=10, help="dense steps of it in training")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="of training")
-    parser.add_argument("--gpu", choices=GPUS, default="p100", help="computes, as published")
+    parser.add_argument("--target", type=float, help="target accuracy, per cent")
+    parser.add_argument("--ratio", type=float, default=100.0, help="ratio of the shared exchange")
+    parser.add_argument("--warmup", type=int, default=10, help="its dense steps in training")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of training")
+    parser.add_argument(
+        "--gpu", choices=GPUS, default="p100", help="GPU whose published times are used"
+    )
     parser.add_argument(
         "--link",
         choices=WIRES,
         default="10gbe",
-        help="of the cluster that a replay at --gbit is: all seconds grow by the rates' ratio",
+        help="link of the modelled cluster: --gbit replays it in slow motion, all seconds scaled",
     )
     parser.add_argument(
-        "--overlap", nargs="+", type=int, choices=[0, 1], default=[0], help="exchange beside it"
+        "--overlap",
+        nargs="+",
+        type=int,
+        choices=[0, 1],
+        default=[0],
+        help="1: overlap the exchange with the backward pass",
     )
     parser.add_argument(
         "--codec",
         nargs="+",
         choices=["core", "free"],
         default=["free"],
-        help="in replayed runs: the seconds of one core of this machine, or none",
+        help="replayed runs: a codec as fast as one core of this machine, or free",
     )
-    parser.add_argument("--recorded", type=Path, help="folder in which recordings are kept")
-    parser.add_argument("--timeout", type=float, default=7200, help="seconds for a rate")
+    parser.add_argument("--recorded", type=Path, help="folder to keep recordings in")
+    parser.add_argument("--timeout", type=float, default=7200, help="seconds per link rate")
     args = parser.parse_args(argv)
     args.overlap = [bool(value) for value in args.overlap]
     if args.quick:

@@ -1,4 +1,4 @@
-"""One rank of training.py or gossip_links.py: does the runs of a job file, writes a row for each.
+"""One rank of training.py or gossip_links.py: runs a job file, writes a row for each run.
 
 python training_rank.py JOB.json     (started by rank_jobs.py, in a namespace of its own)
 """

@@ -1,4 +1,4 @@
-"""Rows of benchmarks/training.py: made, kept in a file that a stopped run goes on with, shown."""
+"""Rows of benchmarks/training.py: made, kept in a file that resumes, shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exchanges on their way through real Horovod ranks; recorded alone, and played again.
+"""Exchanges through real Horovod ranks: recorded alone, and replayed.
 
 A machine with fewer cores than ranks cannot time a codec honestly while all ranks run it: each
 would see a share of a core. So an exchange can be *recorded*, by one rank with the machine's core

@@ -1,4 +1,4 @@
-"""Trials in processes of their own: started, and what the kernel counts of them while they run."""
+"""Trials in separate processes: started, and measured by the kernel while they run."""
 
 from __future__ import annotations
 

@@ -3,12 +3,12 @@
     OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python -m benchmarks tuned [--json FILE]
     OMP_NUM_THREADS=1 horovodrun --gloo -np 2 python -m benchmarks tuned --framework tensorflow
 
-On a link that is as fast as memory compression loses, and the tuner should see it. Two optimizers
-train the same net in one process and take turns step by step: plain, tuned, tuned, plain, so that
-what else runs on the machine meets both alike. A pair is the medians of so many steps of each; a
-row has the median of the pairs' ratios. The tuner has settled before the first pair; what it took
-until then is a column of its own. `--aa` measures plain against plain as well: how far a ratio can
-be from 1 for no reason at all.
+On a link as fast as memory compression loses, and the tuner should detect it. Two optimizers
+train the same net in one process and alternate step by step: plain, tuned, tuned, plain, so that
+other load on the machine affects both equally. A pair is the medians of --steps steps of each; a
+row has the median of the pairs' ratios. The tuner has decided before the first pair; the time until
+then is a separate column. `--aa` also measures plain against plain: how far a ratio can be from 1
+by chance.
 
 In TensorFlow a step is a `tf.function` of one thread, of dense nets whose step is a few, some 30
 and some 100 ms long: what is left of the tuner once it has settled on plain is a few ops a step, so
@@ -265,11 +265,11 @@ def main() -> None:
     """A row for each net."""
     parser = flags(__doc__)
     parser.add_argument("--framework", choices=FRAMEWORKS, default="torch")
-    parser.add_argument("--quick", action="store_true", help="three short pairs of each")
-    parser.add_argument("--nets", nargs="+", help="of the framework's; all")
+    parser.add_argument("--quick", action="store_true", help="three short pairs per net")
+    parser.add_argument("--nets", nargs="+", help="nets of the framework; default: all")
     parser.add_argument("--pairs", type=int, default=PAIRS)
-    parser.add_argument("--steps", type=int, help="of each, in a pair; 60 in torch, 40 else")
-    parser.add_argument("--aa", action="store_true", help="plain against plain as well")
+    parser.add_argument("--steps", type=int, help="steps per run; default: torch 60, else 40")
+    parser.add_argument("--aa", action="store_true", help="also plain against plain")
     args = parser.parse_args()
     framework = FRAMEWORKS[args.framework]()
     pairs, steps = (3, 8) if args.quick else (args.pairs, args.steps or framework.steps)

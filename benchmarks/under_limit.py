@@ -1,13 +1,13 @@
-"""How deep, and how long: what each way trains under one hard limit of memory, run and measured.
+"""How deep, and how long: what each way trains under one hard memory limit, measured.
 
     python -m benchmarks under_limit [--task T ...] [--way W ...] [--limit MIB] [--update early|end]
                                      [--start N] [--grain G] [--steps S] [--json FILE]
 
-Each trial is a process of its own whose private writable memory the kernel limits (RLIMIT_DATA).
-The size is doubled from `--start` until a trial fails, then halved in until the next size is within
-a part `--grain` of the largest that trained. Trials that the file holds are not run again, so a
-stopped search goes on. Sizes: blocks of a ResNet's third stage by SuperNeurons'
-rule (6, 32, n, 6), tokens of a GPT-2. `--at N ...` runs these sizes alone, for seconds.
+Each trial is a separate process whose private writable memory the kernel limits (RLIMIT_DATA).
+The size is doubled from `--start` until a trial fails, then bisected until the next size is within
+a fraction `--grain` of the largest that trained. Trials in the file are not run again, so a
+stopped search resumes. Sizes: blocks of a ResNet's third stage by SuperNeurons'
+rule (6, 32, n, 6), tokens of a GPT-2. `--at N ...` runs only these sizes, for their seconds.
 """
 
 from __future__ import annotations
@@ -151,15 +151,15 @@ def main(argv: list[str]) -> int:
     parser = flags(__doc__, RESULTS)
     parser.add_argument("--task", nargs="+", choices=WAYS, default=["resnet"])
     parser.add_argument("--way", nargs="+")
-    parser.add_argument("--limit", type=int, default=768, help="MiB above what was imported")
+    parser.add_argument("--limit", type=int, default=768, help="MiB beyond the imported modules")
     parser.add_argument("--update", choices=("early", "end"), default="early")
     parser.add_argument("--start", type=int, default=64)
     parser.add_argument("--grain", type=float, default=0.05)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--at", type=int, nargs="+", help="these sizes and no search")
-    parser.add_argument("--time-limit", type=float, default=20.0, help="for planning, as in plan")
-    parser.add_argument("--planner", default="auto", help="of ours, as in plan")
-    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for a trial")
+    parser.add_argument("--at", type=int, nargs="+", help="only these sizes, no search")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="plan's time_limit_s")
+    parser.add_argument("--planner", default="auto", help="plan's planner")
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds per trial")
     parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.child:

@@ -1,4 +1,4 @@
-"""Table and picture of docs/planner.md on what trains under a hard limit.
+"""Table and picture of docs/planner.md for training under a hard limit.
 
     python -m benchmarks under_limit_report [--check]
 

@@ -1,4 +1,4 @@
-"""The ways of under_limit.py in TensorFlow: a tf.function with its tape, and the same step planned.
+"""The ways of under_limit.py in TensorFlow: a tf.function with its tape, plain and planned.
 
 The step updates by SGD inside the function, each variable as its gradient is complete, as
 TensorFlow's executor does it; `plan_step` plans forward pass, backward pass and updates together.

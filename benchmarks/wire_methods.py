@@ -1,4 +1,4 @@
-"""Every method of the network bench as one protocol, so that all travel through the same ranks.
+"""Every method of the network bench behind one protocol, for the same ranks.
 
 An exchange of one tensor is a generator: it yields what is to be summed or gathered over the ranks,
 is sent the result, and returns the mean. `travel.py` carries them, and can also play a recorded

@@ -1,6 +1,6 @@
-"""The demo's first part: two ranks of DDP behind a slow link, plain or compressed.
+"""First part of the demo: two DDP ranks over a slow link, plain or compressed.
 
-Started by examples/demo.py once per rank, through benchmarks/ddp_ranks.py. Every method trains the
+examples/demo.py starts it once per rank, through benchmarks/ddp_ranks.py. Every method trains the
 same steps on the same images of Fashion-MNIST; only the communication hook differs.
 """
 
@@ -21,27 +21,27 @@ import nets
 import sn_compress
 from sn_compress.torch.ddp import CompressionState, compression_hook
 
-BATCH = 64  # images of a rank and step
-TEST_IMAGES = 2000  # for the accuracy along the way; at the end all 10,000
-LOCAL_STEPS = 10  # without the other rank, to measure what computing takes
+BATCH = 64  # images per rank and step
+TEST_IMAGES = 2000  # for the accuracy during training; at the end all 10,000
+LOCAL_STEPS = 10  # without communication, to measure the time of computing
 
 
 def network():
-    """Two convolutions and two dense layers: 824,458 parameters, 3.3 MB of gradients a step."""
+    """Return two convolutions and two dense layers: 824,458 parameters, 3.3 MB of gradients."""
     layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
     layers += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
     return nn.Sequential(*layers, nn.Linear(1568, 512), nn.ReLU(), nn.Linear(512, 10))
 
 
 def accuracy(model, images, labels):
-    """Percent of the test images that are classified right."""
+    """Return the percentage of correctly classified test images."""
     with torch.inference_mode():
         answers = torch.cat([model(part).argmax(1) for part in images.split(500)])
     return 100 * (answers == labels).double().mean().item()
 
 
 def work(job):
-    """In a rank: train with one method; the seconds are of the steps, without the accuracy."""
+    """Train one rank with one method; the seconds exclude measuring the accuracy."""
     torch.manual_seed(0)
     images, labels = nets.fashion_mnist("train")
     test_images, test_labels = nets.fashion_mnist("t10k")
@@ -66,7 +66,7 @@ def work(job):
         if rank == 0 and (step % job["accuracy_every"] == 0 or last):
             n = len(test_images) if last else TEST_IMAGES
             curve.append((sum(seconds), accuracy(model, test_images[:n], test_labels[:n])))
-    for _ in range(LOCAL_STEPS):  # nothing is sent, and the gradients are not used
+    for _ in range(LOCAL_STEPS):  # nothing is sent, and the gradients are discarded
         start = time.perf_counter()
         with ddp.no_sync():
             nn.functional.cross_entropy(ddp(images[mine]), labels[mine]).backward()
@@ -76,4 +76,4 @@ def work(job):
 
 
 if __name__ == "__main__" and not ddp_ranks.as_rank(work):
-    raise SystemExit("this is a part of examples/demo.py; run that")
+    raise SystemExit("this is part of examples/demo.py; run that instead")

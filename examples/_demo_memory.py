@@ -1,9 +1,9 @@
-"""The demo's second part: a network that runs out of memory under a limit, and trains with a plan.
+"""Second part of the demo: a network runs out of memory under a limit, and trains with a plan.
 
     python examples/_demo_memory.py plain|planned JSON-FILE [--limit BYTES]
 
-The limit is RLIMIT_DATA: the memory that is a process's own, not counting files it has mapped, such
-as torch's libraries. The kernel enforces it for every user, in a container too.
+The limit is RLIMIT_DATA: the process's private memory, without mapped files such as torch's
+libraries. The kernel enforces it for every user, also in a container.
 """
 
 import argparse
@@ -26,19 +26,19 @@ import nets  # noqa: E402  (a folder that is no package)
 import sn_memory.torch  # noqa: E402
 
 MIB = 2**20
-# Limits count what a plan does not: scratch of kernels, and what the process takes itself.
+# Limits also count what this plan does not: kernels' scratch, and the process's own memory.
 # oneDNN may copy each operand of an op into another layout. The backward pass of a convolution has
-# three as large as an activation: its input and the gradients of its output and of its input.
+# three operands as large as an activation: its input, and the gradients of its output and input.
 SCRATCH_COPIES = 3
-# The plan, kernels compiled for its shapes, and what malloc keeps back. Twice the most that was
-# measured (docs/decisions/0067 has the table).
+# The plan, kernels compiled for its shapes, and what malloc retains. Twice the measured maximum
+# (docs/decisions/0067 has the figures).
 PROCESS_BYTES = 64 * MIB
-WATCH_S = 0.01  # between two points of the picture's curve; nothing is decided by them
-WATCH_STACK = 256 * 1024  # bytes; the default of 8 MiB would be a part of what is drawn
+WATCH_S = 0.01  # between two points of the picture's curve, which is only for display
+WATCH_STACK = 256 * 1024  # bytes; the default of 8 MiB would show in the curve
 
 
 def held_bytes():
-    """What RLIMIT_DATA counts of this process now."""
+    """Return the bytes that RLIMIT_DATA counts for this process now."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return 1024 * int(line.split()[1])
@@ -86,7 +86,7 @@ class Classifier(nn.Module):
 
 
 def reserve_bytes(model, images):
-    """What a limit has to leave beside the tensors of a step on these images."""
+    """Return the bytes that a limit must leave in addition to the tensors of a step."""
     activation = images.nbytes * model.layers[0].out_channels  # images have one channel
     return SCRATCH_COPIES * activation + PROCESS_BYTES
 

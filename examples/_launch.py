@@ -1,4 +1,4 @@
-"""Starting the example under horovodrun, and following it: shared by the demo and the study."""
+"""Start the example under horovodrun and show its output: shared by the demo and the study."""
 
 import io
 import json
@@ -15,26 +15,26 @@ _PREFIX = re.compile(r"^\[\d+\]<(stdout|stderr)>:")  # horovodrun's, before each
 
 
 def find_horovodrun():
-    """Return the horovodrun of this Python, else the one on PATH."""
+    """Return the horovodrun of this Python, or else the one on PATH."""
     places = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     horovodrun = shutil.which("horovodrun", path=places)
     if not horovodrun:
         raise SystemExit(
-            f"horovodrun is neither beside {sys.executable} nor on PATH. `make setup` builds"
+            f"horovodrun is neither next to {sys.executable} nor on PATH. `make setup` builds"
             " Horovod into .venv; scripts/build_horovod.py builds it for the Python that runs it."
         )
     return horovodrun
 
 
 def train(*flags, ranks=2, title=""):
-    """Run the example on `ranks` processes, show its progress, return its history (a dict)."""
+    """Run the example on `ranks` processes, show its progress, and return its history (a dict)."""
     with tempfile.TemporaryDirectory() as folder:
         history = Path(folder) / "history.json"
         command = [find_horovodrun(), "-np", str(ranks), sys.executable, str(EXAMPLE)]
         command += [*map(str, flags), "--history", str(history)]
         code, own_lines = _follow(command, title)
         if code or not history.exists():
-            # Its traceback is about itself; which rank ended how is what a reader needs.
+            # horovodrun's traceback is about itself; readers need to know which rank failed how.
             ended = [line for line in own_lines if line.startswith("Process ")]
             message = "\n".join(ended or own_lines[-12:])
             raise SystemExit(f"{message}\n{' '.join(command)}\nended with status {code}; see above")
@@ -43,14 +43,14 @@ def train(*flags, ranks=2, title=""):
 
 def _follow(command, title):
     """Show what the ranks print, without prefixes; return the status and horovodrun's own lines."""
-    # A clone that is not installed has sn_compress beside examples/.
+    # In a clone that is not installed, sn_compress is next to examples/.
     paths = [os.environ.get("PYTHONPATH"), str(EXAMPLE.parent.parent)]
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        # With more threads than cores, ranks of one machine would measure each other.
+        # With more threads than cores, ranks on one machine would slow each other down.
         "OMP_NUM_THREADS": "1",
-        # Horovod imports TensorFlow where it is installed, and that talks at every start.
+        # Horovod imports TensorFlow where it is installed, which logs at every start.
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"),
         "TF_ENABLE_ONEDNN_OPTS": os.environ.get("TF_ENABLE_ONEDNN_OPTS", "0"),
     }

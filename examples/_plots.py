@@ -1,8 +1,8 @@
-"""The panels that the demo and the accuracy study draw."""
+"""Panels that the demo and the accuracy study draw."""
 
 import math
 
-# Okabe and Ito's palette, told apart by every kind of colour vision; grey is plain Horovod.
+# Okabe and Ito's palette, distinguishable with every kind of colour vision; grey is plain Horovod.
 COLOURS = ("#5f6368", "#d55e00", "#0072b2", "#009e73", "#cc79a7")
 
 
@@ -18,7 +18,7 @@ def new_figure():
 
 
 def running_mean(values, width):
-    """Return the mean of the last `width` values at each place, of fewer at the start."""
+    """Return the mean of the last `width` values at each position, of fewer at the start."""
     sums = [0.0]
     for value in values:
         sums.append(sums[-1] + value)
@@ -28,8 +28,8 @@ def running_mean(values, width):
 
 
 def label_ends(axes, ends, size=11):
-    """Write names right of where curves end: [(x, y, text, colour)], apart by a line's height."""
-    axes.figure.draw_without_rendering()  # the layout decides how many points a panel is high
+    """Label curves right of their ends, a line's height apart: [(x, y, text, colour)]."""
+    axes.figure.draw_without_rendering()  # the layout determines the height of a panel in points
     points = axes.get_window_extent().height * 72 / axes.figure.dpi
     low, high = axes.get_ylim()
     lowest = float("-inf")

@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 examples/ddp.py
 
-The data are ten patterns with noise, made on the spot. On GPUs of one machine each rank takes its
-own (NCCL); without them it runs on the CPU (Gloo).
+The data are ten noisy patterns, generated here. On a machine with GPUs each rank uses its own
+(NCCL); without them it runs on the CPU (Gloo).
 """
 
 import argparse
@@ -22,7 +22,7 @@ flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--theta", type=float, default=0.95, help="fraction of the spectrum dropped")
 flags.add_argument("--steps", type=int, default=60)
 flags.add_argument(
-    "--checkpoint", type=Path, help="folder: go on from it, and save to it at the end"
+    "--checkpoint", type=Path, help="folder to resume from, and to save to at the end"
 )
 args = flags.parse_args()
 
@@ -43,7 +43,7 @@ fft = FFTCompression.using(theta=args.theta)  # <- sn
 state = CompressionState(fft, named_parameters=model.named_parameters())  # <- sn
 ddp.register_comm_hook(state, compression_hook)  # <- sn
 
-mine = args.checkpoint and args.checkpoint / f"rank{rank}.pt"  # the error memory is a rank's own
+mine = args.checkpoint and args.checkpoint / f"rank{rank}.pt"  # each rank has its own error memory
 first = 0
 if mine and mine.exists():
     saved = torch.load(mine, map_location=device)

@@ -1,8 +1,8 @@
-"""What both packages do, on Fashion-MNIST, in about two minutes: two tables and a picture.
+"""Show both packages on Fashion-MNIST, in about two minutes: two tables and a picture.
 
     python examples/demo.py
 
-1. Two ranks of torch's DDP behind a link of 100 Mbit/s train the same steps three times: plain,
+1. Two ranks of torch's DDP over a link of 100 Mbit/s train the same steps three times: plain,
    with FFTCompression, and with LowRankCompression. The link is made of network namespaces, which
    need root and iproute2; without them the ranks use the loopback, and the demo says so.
 2. A network trains without a memory limit, runs out of memory under one, and trains under the same
@@ -32,25 +32,25 @@ import shaped_links  # noqa: E402
 from sn_compress.text_table import text_table  # noqa: E402
 from sn_memory.base.sizes import show_bytes  # noqa: E402
 
-# By name: the compression, None for plain DDP, and its settings: FFT's own defaults, and low rank
-# at the same number of bytes.
+# By name: the compression (None for plain DDP) and its settings: FFT with its defaults, and low
+# rank at the same number of bytes.
 METHODS = {
     "plain": (None, {}),
     "FFTCompression": ("FFTCompression", {}),
     "LowRankCompression": ("LowRankCompression", {"ratio": 50}),
 }
 STEP_PARTS = ("step", "computing", "codec", "exchange")
-WARMUP = 15  # steps left out of the median: the first ten are sent uncompressed
+WARMUP = 15  # steps excluded from the median: the first ten are sent uncompressed
 UNLIMITED_STEPS = 3
 
 
 def train_behind_a_link(args):
-    """Train with each method; results by name, and what lies between the ranks, in words."""
+    """Train with each method; return the results by name, and a description of the link."""
     reason = shaped_links.why_not()
     between = "the loopback, no slow link" if reason else f"a link of {args.mbit:g} Mbit/s"
     if reason:
         print(f"   No link can be shaped here: {reason}.", flush=True)
-        print("   All train over the loopback, where fewer bytes gain no time.", flush=True)
+        print("   All train over the loopback, where fewer bytes save no time.", flush=True)
     results = {}
     for name, (compression, settings) in METHODS.items():
         print(f"   {name}: {args.steps} steps on 2 ranks, over {between}", flush=True)
@@ -68,7 +68,7 @@ def train_behind_a_link(args):
 
 
 def summary(ranks):
-    """Of both ranks: where the seconds of a step went, bytes, and the accuracy over time."""
+    """Summarize both ranks: the parts of a step's seconds, bytes, and the accuracy over time."""
     seconds = [rank["seconds"][WARMUP:] or rank["seconds"] for rank in ranks]
     step_s = statistics.median(map(max, *seconds))
     report = ranks[0]["report"]
@@ -78,7 +78,7 @@ def summary(ranks):
         "step_s": step_s,
         "computing_s": min(computing_s, step_s - codec_s),
         "codec_s": codec_s,
-        # What neither computing nor the codec hides: waiting for the link and the other rank.
+        # The rest of the step: waiting for the link and the other rank.
         "exchange_s": max(step_s - computing_s - codec_s, 0.0),
         "total_s": ranks[0]["curve"][-1][0],
         "curve": ranks[0]["curve"],
@@ -88,7 +88,7 @@ def summary(ranks):
 
 
 def train_under_a_limit(args):
-    """Train without a limit, then plain and planned under one; the result of each."""
+    """Train without a limit, then plain and planned under one; return the result of each."""
     sizes = ["--batch", args.batch, "--depth", args.depth]
     print(f"   no limit: {UNLIMITED_STEPS} steps", flush=True)
     free = run_alone("plain", *sizes, "--steps", UNLIMITED_STEPS)
@@ -125,11 +125,11 @@ def train_under_a_limit(args):
 
 
 def run_alone(mode, *flags):
-    """Run one training of the second part in a process of its own; its result."""
+    """Run one training of the second part in a separate process; return its result."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "result.json"
         command = [sys.executable, HERE / "_demo_memory.py", mode, out, *flags]
-        # Freed tensors go back to the kernel at once, since the limit counts what malloc keeps.
+        # Return freed tensors to the kernel immediately: the limit counts what malloc keeps.
         env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_ARENA_MAX": "1"}
         env["OMP_NUM_THREADS"] = "1"
         env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), env.get("PYTHONPATH")]))
@@ -137,14 +137,14 @@ def run_alone(mode, *flags):
         if out.exists():
             return json.loads(out.read_text())
     if done.returncode < 0 or "bad_alloc" in done.stderr or "MemoryError" in done.stderr:
-        # C++ found no memory where Python cannot catch it, or Python none to end in order.
+        # C++ ran out of memory where Python cannot catch it, or Python could not exit cleanly.
         error = "out of memory" if done.returncode > 0 else f"killed by signal {-done.returncode}"
         return {"error": error, "losses": [], "curve": [], "seconds": []}
     raise SystemExit(f"{done.stdout}{done.stderr}\n{mode} training exited with {done.returncode}")
 
 
 def link_table(link, between):
-    """The first result as text."""
+    """Return the first result as text."""
     rows = [
         [name, result["total_s"], *(1e3 * result[f"{part}_s"] for part in STEP_PARTS),
          result["ratio"], result["accuracy"]]
@@ -155,7 +155,7 @@ def link_table(link, between):
 
 
 def memory_table(memory):
-    """The second result as text."""
+    """Return the second result as text."""
     rows = [
         ["no limit", show_bytes(memory["needs"]), loss_of(memory["free"]), ""],
         *(
@@ -168,30 +168,30 @@ def memory_table(memory):
 
 
 def loss_of(result):
-    """The last loss, empty where there is none."""
+    """Return the last loss, or an empty string if there is none."""
     return f"{result['losses'][-1]:.3f}" if result["losses"] else ""
 
 
 def outcome(result):
-    """How a run under the limit ended."""
+    """Describe how a run under the limit ended."""
     return result["error"] or f"{len(result['losses'])} steps"
 
 
 def main():
     """Run both parts, print the tables, draw the picture."""
     flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    flags.add_argument("--steps", type=int, default=150, help="of the first part")
-    flags.add_argument("--mbit", type=float, default=100, help="of the link")
-    flags.add_argument("--budget", type=float, default=0.4, help="of the plan: share of plain's")
-    flags.add_argument("--batch", type=int, default=256, help="of the second part")
+    flags.add_argument("--steps", type=int, default=150, help="steps of the first part")
+    flags.add_argument("--mbit", type=float, default=100, help="rate of the link, in Mbit/s")
+    flags.add_argument("--budget", type=float, default=0.4, help="plan's share of plain's memory")
+    flags.add_argument("--batch", type=int, default=256, help="batch size of the second part")
     flags.add_argument("--depth", type=int, default=20, help="convolutions of the second part")
-    flags.add_argument("--planned-steps", type=int, default=10, help="of the second part")
-    flags.add_argument("--part", choices=["link", "memory"], help="run only this one, no picture")
-    flags.add_argument("--data", help="folder of Fashion-MNIST's four .gz files")
+    flags.add_argument("--planned-steps", type=int, default=10, help="steps of the planned run")
+    flags.add_argument("--part", choices=["link", "memory"], help="run only this part, no picture")
+    flags.add_argument("--data", help="folder with Fashion-MNIST's four .gz files")
     flags.add_argument(
-        "--out", type=Path, default=ROOT / "demo-results", help="where demo.png goes"
+        "--out", type=Path, default=ROOT / "demo-results", help="folder for demo.png"
     )
-    flags.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    flags.add_argument("--quick", action="store_true", help="a few steps, to check that it runs")
     args = flags.parse_args()
     if args.quick:
         args.steps, args.planned_steps = 20, 2
@@ -203,7 +203,7 @@ def main():
         raise SystemExit(f"{error}. {fetch_fashion_mnist.HELP}") from None
     if data is None:
         raise SystemExit(f"Fashion-MNIST was not found. {fetch_fashion_mnist.HELP}")
-    args.out.mkdir(parents=True, exist_ok=True)  # before the work, not after it
+    args.out.mkdir(parents=True, exist_ok=True)  # fail before the work, not after it
     link = memory = None
     results = []
     if args.part != "memory":

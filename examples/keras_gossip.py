@@ -1,4 +1,4 @@
-"""Fashion-MNIST with Keras 3 `fit` by gossip: one partner per step, samples that travel.
+"""Fashion-MNIST with Keras 3 `fit` by gossip: one partner per step, samples passed on.
 
 horovodrun -np 2 python examples/keras_gossip.py --codec
 """
@@ -21,7 +21,7 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--topology", default="dissemination")
 flags.add_argument("--codec", action="store_true", help="send differences, 2 % of the values")
-flags.add_argument("--all-reduce", action="store_true", help="Horovod's, for comparison")
+flags.add_argument("--all-reduce", action="store_true", help="use Horovod's, for comparison")
 flags.add_argument("--batch", type=int, default=64, help="images per rank and step")
 flags.add_argument("--epochs", type=int, default=4)
 flags.add_argument("--limit", type=int, help="use the first LIMIT images")
@@ -42,7 +42,7 @@ hvd.init()
 keras.utils.set_random_seed(args.seed)
 x, test_x = (read(f"{part}-images-idx3")[..., None] for part in ("train", "t10k"))
 y, test_y = (read(f"{part}-labels-idx1") for part in ("train", "t10k"))
-mine = slice(hvd.rank(), None, hvd.size())  # this rank's shard; its batches go round the ring
+mine = slice(hvd.rank(), None, hvd.size())  # this rank's shard; batches move around the ring
 batches = ring_shuffle(x[mine], y[mine], batch_size=args.batch, seed=args.seed)
 
 model = keras.Sequential(
@@ -66,7 +66,7 @@ if args.all_reduce:
 else:
     topk = codec("topk", theta=0.98) if args.codec else None
     optimizer = GossipOptimizer(optimizer, topology=args.topology, codec=topk)
-    callbacks = [Consensus()]  # what is validated is the mean of all ranks
+    callbacks = [Consensus()]  # validate the mean of all ranks
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(optimizer, loss, metrics=["accuracy"], jit_compile=False)
 test = {"validation_data": (test_x, test_y), "validation_batch_size": 500}

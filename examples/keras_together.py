@@ -1,10 +1,10 @@
-"""Fewer neurons, fewer bytes held and fewer bytes sent: one Keras net on any number of ranks.
+"""Apoptosis, a memory plan and compressed gradients together: a Keras net on any number of ranks.
 
 horovodrun -np 2 python examples/keras_together.py
 
-The net shrinks while it trains, within a budget of memory, and its gradients travel compressed.
-When neurons have merged, the memory plan and the recorded step are made anew; the optimizer goes
-on, and what a rank had yet to send is cut as the variables were. Our lines are marked `# <- sn`.
+The net shrinks while it trains, within a memory budget, and its gradients are sent compressed.
+When neurons have merged, the memory plan and the traced step are made again; the optimizer
+continues, and residuals are cut like the variables. Our lines are marked `# <- sn`.
 """
 
 import argparse
@@ -26,13 +26,13 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--width", type=int, default=512, help="neurons in the hidden layer")
-flags.add_argument("--tolerance", type=float, default=0.02, help="change an event may cause")
-flags.add_argument("--every", type=int, default=50, help="steps from one event to the next")
-flags.add_argument("--budget", default="80%", help="most memory of a step, as 80%% or 20MiB")
-flags.add_argument("--ratio", type=float, default=10, help="how many times fewer bytes are sent")
+flags.add_argument("--tolerance", type=float, default=0.02, help="change allowed per event")
+flags.add_argument("--every", type=int, default=50, help="steps between examinations")
+flags.add_argument("--budget", default="80%", help="memory of a step, such as 80%% or 20MiB")
+flags.add_argument("--ratio", type=float, default=10, help="how many times fewer bytes to send")
 flags.add_argument("--epochs", type=int, default=2)
-flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
-flags.add_argument("--steady", action="store_true", help="look by steps alone, not by the clock")
+flags.add_argument("--limit", type=int, help="use the first LIMIT images, at least 64 per rank")
+flags.add_argument("--steady", action="store_true", help="examine by steps, not by the clock")
 flags.add_argument("--data", help="folder of the four .gz files; or set FASHION_MNIST_DIR")
 args = flags.parse_args()
 
@@ -49,7 +49,7 @@ def read(name):
 
 
 def wrap(budget):
-    """Make anew what knows shapes: the memory plan, and the recorded step."""
+    """Make what depends on shapes: the memory plan and the traced step."""
     planned = sn_memory.tensorflow.plan(  # <- sn
         model, tf.TensorSpec((64, 28, 28, 1)), budget, profile=False
     )
@@ -84,7 +84,7 @@ optimizer = DistributedOptimizer(optimizer, compression=compression)  # <- sn
 optimizer.build(model.trainable_variables)
 looks = {"tolerance": args.tolerance, "every": args.every}
 if args.steady:
-    looks["overhead"] = None  # the same gaps on every machine
+    looks["overhead"] = None  # the same intervals on every machine
 apoptosis = Apoptosis(model, optimizer, **looks)  # <- sn
 planned, train = wrap(args.budget)
 steps = len(x) // (64 * hvd.size())

@@ -1,4 +1,4 @@
-"""Fashion-MNIST in a loop of one's own on any number of ranks, our lines marked `# <- sn`.
+"""Fashion-MNIST in a custom training loop on any number of ranks, our lines marked `# <- sn`.
 
 horovodrun -np 2 python examples/tensorflow_fashion_mnist.py --compression fft --budget 95%
 
@@ -27,12 +27,12 @@ HELP = "run scripts/fetch_fashion_mnist.py, or give a folder that holds it with 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--compression", choices=["none", "fp16", "fft"], default="none")
 flags.add_argument("--theta", type=float, default=0.9, help="fraction of the spectrum dropped")
-flags.add_argument("--budget", help="most memory of a step, as 80%% or 20MiB; default: no plan")
+flags.add_argument("--budget", help="memory of a step, such as 80%% or 20MiB; default: no plan")
 flags.add_argument("--epochs", type=int, default=4)
 flags.add_argument("--seed", type=int, default=0)
-flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
+flags.add_argument("--limit", type=int, help="use the first LIMIT images, at least 64 per rank")
 flags.add_argument("--data", help="folder of the four .gz files; or set FASHION_MNIST_DIR")
-flags.add_argument("--history", help="JSON file in which rank 0 writes what happened")
+flags.add_argument("--history", help="JSON file to which rank 0 writes the history")
 args = flags.parse_args()
 
 
@@ -49,10 +49,10 @@ def read(name):
 
 
 hvd.init()
-keras.utils.set_random_seed(1000 * args.seed + hvd.rank())  # each rank has dropout of its own
+keras.utils.set_random_seed(1000 * args.seed + hvd.rank())  # each rank has its own dropout
 x, test_x = (read(f"{part}-images-idx3")[..., None] / 127.5 - 1 for part in ("train", "t10k"))
 y, test_y = (read(f"{part}-labels-idx1").astype(np.int32) for part in ("train", "t10k"))
-steps = len(x) // (64 * hvd.size())  # 64 images per rank and step; a ragged end is left out
+steps = len(x) // (64 * hvd.size())  # 64 images per rank and step; the remainder is dropped
 mine = slice(hvd.rank(), steps * 64 * hvd.size(), hvd.size())
 
 model = keras.Sequential(

@@ -1,9 +1,9 @@
-"""Train a small convolutional net with Keras within a budget of memory; say what it saved.
+"""Train a small convolutional net with Keras within a memory budget; print what it saved.
 
     python examples/tensorflow_memory.py [--budget 60%] [--steps 20] [--batch 64]
 
-The images are random, their labels can be learnt. The losses of the planned and the plain run
-are the same but for the rounding of ops that TensorFlow merges in the plain one.
+The images are random, but their labels can be learned. The losses of the planned and the plain run
+are the same except for the rounding of ops that TensorFlow fuses in the plain one.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from sn_memory.base.sizes import show_bytes
 
 
 def network():
-    """Eight convolutions with batch norm."""
+    """Return eight convolutions with batch norm."""
     keras.utils.set_random_seed(0)
     layers, before = [keras.Input((28, 28, 1))], 1
     for width in (32, 32, 32, 32, 64, 64, 64, 64):
@@ -33,7 +33,7 @@ def network():
 
 
 def batches(steps, batch):
-    """Random images whose label is the brightest of ten columns: something that can be learnt."""
+    """Make random images whose label, the brightest of ten columns, can be learned."""
     images = tf.random.stateless_uniform((steps * batch, 28, 28, 1), (0, 0))
     labels = tf.argmax(tf.reduce_mean(images[:, :, 4:24:2, 0], 1), 1)
     return tf.data.Dataset.from_tensor_slices((images, labels)).batch(batch, drop_remainder=True)

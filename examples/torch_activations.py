@@ -1,8 +1,8 @@
-"""Train a small net with compressed activations, then spend what is saved on a larger batch.
+"""Train a small net with compressed activations, then use the saved memory for a larger batch.
 
     python examples/torch_activations.py [--error 0.05] [--steps 30] [--batch 32]
 
-The images are random, their labels can be learnt. Prints bits per layer, bytes held, both losses.
+The images are random, but their labels can be learned. Prints bits per layer, bytes and losses.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from sn_memory.base.sizes import show_bytes
 
 
 def network():
-    """Six convolutions, two poolings, one linear layer."""
+    """Return six convolutions, two poolings and one linear layer."""
     layers, channels = [], 1
     for width in (16, 16, 32, 32, 64, 64):
         layers += [nn.Conv2d(channels, width, 3, padding=1), nn.ReLU()]
@@ -29,7 +29,7 @@ def network():
 
 
 def batches(steps, batch):
-    """Random images whose label is the brightest of ten columns."""
+    """Yield random images whose label is the brightest of ten columns."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         images = torch.rand(batch, 1, 28, 28, generator=generator)
@@ -38,7 +38,7 @@ def batches(steps, batch):
 
 
 def train(model, steps, batch, optimizer):
-    """Losses, and the seconds of a step: the median."""
+    """Return the losses and the median seconds of a step."""
     losses, seconds = [], []
     for images, labels in batches(steps, batch):
         began = time.perf_counter()
@@ -52,7 +52,7 @@ def train(model, steps, batch, optimizer):
 
 
 def line(small_s, large_s, small, large):
-    """Seconds of a step as (constant, per sample) through two measured batches."""
+    """Return the seconds of a step as (constant, per sample), from two measured batches."""
     per_sample = max((large_s - small_s) / (large - small), 1e-9)
     return max(small_s - per_sample * small, 0.0), per_sample
 

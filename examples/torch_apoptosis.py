@@ -2,8 +2,8 @@
 
     python examples/torch_apoptosis.py --compare
 
-With --compare the same network is trained without apoptosis as well. At the end the small model is
-exported, built anew from the wide one's code, and tested once more.
+With --compare the same network is also trained without apoptosis. At the end the small model is
+exported, rebuilt from the wide one's code, and tested again.
 """
 
 import argparse
@@ -22,11 +22,11 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--width", type=int, default=1024, help="neurons in each of two hidden layers")
-flags.add_argument("--tolerance", type=float, default=0.02, help="change an event may cause")
-flags.add_argument("--every", type=int, default=100, help="steps from one event to the next")
+flags.add_argument("--tolerance", type=float, default=0.02, help="change allowed per event")
+flags.add_argument("--every", type=int, default=100, help="steps between examinations")
 flags.add_argument("--epochs", type=int, default=4)
 flags.add_argument("--limit", type=int, help="use the first LIMIT images")
-flags.add_argument("--steady", action="store_true", help="look often, whatever it costs")
+flags.add_argument("--steady", action="store_true", help="examine by steps, not by the clock")
 flags.add_argument("--compare", action="store_true", help="train without apoptosis, too")
 flags.add_argument("--data", help="folder of the four .gz files; scripts/fetch_fashion_mnist.py")
 args = flags.parse_args()
@@ -65,7 +65,7 @@ def train(shrinking):
     if shrinking:
         settings = {"tolerance": args.tolerance, "every": args.every}
         if args.steady:
-            settings["overhead"] = None  # the same gaps on every machine
+            settings["overhead"] = None  # the same intervals on every machine
         apoptosis = Apoptosis(model, optimizer, **settings)  # <- sn
     seconds = 0.0
     for epoch in range(args.epochs):

@@ -1,4 +1,4 @@
-"""Fashion-MNIST on any number of ranks: Horovod's usual torch recipe, our lines marked `# <- sn`.
+"""Fashion-MNIST on any number of ranks: Horovod's torch recipe, our lines marked `# <- sn`.
 
 horovodrun -np 2 python examples/torch_fashion_mnist.py --compression fft
 """
@@ -27,28 +27,28 @@ HELP = "give a folder that holds it with --data, or apt-get install dataset-fash
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 WAYS = ["none", "fp16", "fft", "lowrank", "auto"]
 flags.add_argument("--compression", choices=WAYS, default="none")
-flags.add_argument("--ratio", type=float, default=100, help="lowrank, auto: how many times fewer")
-flags.add_argument("--theta", type=float, default=0.9, help="fft: part of the spectrum dropped")
-flags.add_argument("--block", type=int, default=4096, help="fft: its length; 0: the gradient's")
-flags.add_argument("--budget", help="most memory of a step, as 80%% or 20MiB; default: no plan")
+flags.add_argument("--ratio", type=float, default=100, help="lowrank, auto: x fewer bytes")
+flags.add_argument("--theta", type=float, default=0.9, help="fft: share of the spectrum dropped")
+flags.add_argument("--block", type=int, default=4096, help="fft: block; 0: the whole gradient")
+flags.add_argument("--budget", help="memory of a step, such as 80%% or 20MiB; default: no plan")
 flags.add_argument("--epochs", type=int, default=4)
-flags.add_argument("--stop", type=int, help="end after so many of these epochs")
+flags.add_argument("--stop", type=int, help="stop after this many of these epochs")
 flags.add_argument("--seed", type=int, default=0)
-flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
+flags.add_argument("--limit", type=int, help="use the first LIMIT images, at least 64 per rank")
 flags.add_argument("--data", help="folder of the four .gz files; or set FASHION_MNIST_DIR")
-flags.add_argument("--history", help="JSON file in which rank 0 writes what happened")
+flags.add_argument("--history", help="JSON file to which rank 0 writes the history")
 args = flags.parse_args()
 
 
 def read(name):
-    """Return a file of the data set, [n, 28, 28] or [n] uint8; fetch it if it is nowhere yet."""
+    """Return a file of the data set, [n, 28, 28] or [n] uint8; fetch it if it is missing."""
     named = args.data or os.environ.get("FASHION_MNIST_DIR")
     path = Path(named or (DEBIAN if DEBIAN.is_dir() else CACHE)) / f"{name}-ubyte.gz"
     try:
         if not named and not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
             part, _ = urllib.request.urlretrieve(URL + path.name, f"{path}.{os.getpid()}")
-            os.replace(part, path)  # a download that breaks off leaves nothing under this name
+            os.replace(part, path)  # an interrupted download leaves nothing under this name
         raw = bytearray(gzip.decompress(path.read_bytes()))
     except (OSError, EOFError) as error:
         raise SystemExit(f"cannot read {path}: {error}; {HELP}") from None
@@ -58,10 +58,10 @@ def read(name):
 
 hvd.init()
 torch.set_num_threads(1)
-torch.manual_seed(1000 * args.seed + hvd.rank())  # each rank drops out units of its own
+torch.manual_seed(1000 * args.seed + hvd.rank())  # each rank has its own dropout
 x, test_x = (read(f"{part}-images-idx3")[:, None] / 127.5 - 1 for part in ("train", "t10k"))
 y, test_y = (read(f"{part}-labels-idx1").long() for part in ("train", "t10k"))
-steps = len(x) // (64 * hvd.size())  # 64 images per rank and step; a ragged end is left out
+steps = len(x) // (64 * hvd.size())  # 64 images per rank and step; the remainder is dropped
 
 conv = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
 conv += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]

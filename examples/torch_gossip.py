@@ -1,4 +1,4 @@
-"""Fashion-MNIST by gossip on any number of ranks: one partner per step, samples that travel.
+"""Fashion-MNIST by gossip on any number of ranks: one partner per step, samples passed on.
 
 horovodrun -np 2 python examples/torch_gossip.py --codec
 """
@@ -46,7 +46,7 @@ opt = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e
 topk = codec("topk", theta=0.98) if args.codec else None
 opt = GossipOptimizer(opt, topology=args.topology, codec=topk)
 
-mine = slice(hvd.rank(), None, hvd.size())  # this rank's shard; its batches go round the ring
+mine = slice(hvd.rank(), None, hvd.size())  # this rank's shard; batches move around the ring
 batches = ring_shuffle(x[mine], y[mine], batch_size=64)
 schedule = torch.optim.lr_scheduler.CosineAnnealingLR(opt, args.epochs * len(batches))
 for epoch in range(args.epochs):
@@ -57,7 +57,7 @@ for epoch in range(args.epochs):
         opt.step()
         schedule.step()
     spread = opt.spread or 0.0
-    opt.consensus()  # what is tested is the mean of all ranks
+    opt.consensus()  # test the mean of all ranks
     with torch.inference_mode():
         answers = torch.cat([model(part / 127.5 - 1).argmax(1) for part in test_x.split(500)])
     if hvd.rank() == 0:

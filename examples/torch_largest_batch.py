@@ -1,9 +1,9 @@
-"""Find the largest batch that trains within a size of memory, plainly and with a plan.
+"""Find the largest batch that trains within a memory size, without and with a plan.
 
     python examples/torch_largest_batch.py [--memory 40MiB]
 
-Nothing of that size is allocated while looking: the plain batch is estimated, and planned ones are
-tried on traces. Then one step of the largest planned batch runs, and what it held is counted.
+The search allocates nothing of that size: the plain batch is estimated, and planned ones are
+tried on traces. Then one step of the largest planned batch runs, and its memory is measured.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from sn_memory.base.sizes import show_bytes
 
 
 def network(width=24):
-    """Six convolutions with batch norm over images of 32 x 32."""
+    """Return six convolutions with batch norm over images of 32 x 32."""
     layers = [nn.Conv2d(3, width, 3, 1, 1), nn.ReLU()]
     for _ in range(5):
         layers += [nn.Conv2d(width, width, 3, 1, 1, bias=False), nn.BatchNorm2d(width), nn.ReLU()]
@@ -29,7 +29,7 @@ def sample(batch):
 
 
 def planned(model, images, memory):
-    """The model within a size of memory, or None; no op is timed, so nothing is run."""
+    """Plan the model within a memory size, or return None; no op is timed, so nothing runs."""
     try:
         return sn_memory.torch.plan(model, images, memory, profile=False, time_limit_s=5)
     except BudgetError:
@@ -37,7 +37,7 @@ def planned(model, images, memory):
 
 
 def largest(fits, low):
-    """Return the largest number that fits: double, then bisect to a sixteenth."""
+    """Return the largest number that fits, to a sixteenth: double, then bisect."""
     high = 2 * low
     while fits(high):
         low, high = high, 2 * high

@@ -1,8 +1,8 @@
-"""Train a small convolutional net within a budget of memory; say what it saved and what it cost.
+"""Train a small convolutional net within a memory budget; print what it saved and what it cost.
 
     python examples/torch_memory.py [--budget 60%] [--steps 20] [--batch 64]
 
-The images are random, their labels can be learnt. The losses of the planned and the plain
+The images are random, but their labels can be learned. The losses of the planned and the plain
 run are the same to the bit.
 """
 
@@ -18,7 +18,7 @@ from sn_memory.base.sizes import show_bytes
 
 
 def network():
-    """Eight convolutions with batch norm; returns its own loss, so that is planned as well."""
+    """Return eight convolutions with batch norm."""
     layers, channels = [], 1
     for width in (32, 32, 32, 32, 64, 64, 64, 64):
         stride = 2 if width > channels > 1 else 1
@@ -34,7 +34,7 @@ def network():
 
 
 class WithLoss(nn.Module):
-    """A model that returns its loss."""
+    """A model that returns its loss, so that the loss is planned as well."""
 
     def __init__(self, model):
         super().__init__()
@@ -45,7 +45,7 @@ class WithLoss(nn.Module):
 
 
 def batches(steps, batch):
-    """Random images whose label is the brightest of ten columns: something that can be learnt."""
+    """Yield random images whose label, the brightest of ten columns, can be learned."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         images = torch.rand(batch, 1, 28, 28, generator=generator)
@@ -53,7 +53,7 @@ def batches(steps, batch):
 
 
 def step():
-    """For `sn memory estimate` and `export`: a model, its input, its optimizer."""
+    """Return a model, its input and its optimizer, for `sn memory estimate` and `export`."""
     return WithLoss(network()), next(batches(1, 64)), torch.optim.SGD
 
 

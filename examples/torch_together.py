@@ -1,10 +1,10 @@
-"""Fewer neurons, fewer bytes held and fewer bytes sent: one net on any number of ranks.
+"""Apoptosis, a memory plan and compressed gradients together: one net on any number of ranks.
 
 horovodrun -np 2 python examples/torch_together.py
 
-The net shrinks while it trains, within a budget of memory, and its gradients travel compressed.
-When neurons have merged, Horovod's wrapper and the memory plan are made anew; what a rank had yet
-to send is cut as the parameters were, and goes on.
+The net shrinks while it trains, within a memory budget, and its gradients are sent compressed.
+When neurons have merged, Horovod's wrapper and the memory plan are made again; residuals are cut
+like the parameters, and kept.
 """
 
 import argparse
@@ -24,13 +24,13 @@ CACHE = Path(__file__).resolve().parent.parent / ".cache/fashion-mnist"
 
 flags = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 flags.add_argument("--width", type=int, default=512, help="neurons in the hidden layer")
-flags.add_argument("--tolerance", type=float, default=0.02, help="change an event may cause")
-flags.add_argument("--every", type=int, default=50, help="steps from one event to the next")
-flags.add_argument("--budget", default="90%", help="most memory of a step, as 90%% or 20MiB")
-flags.add_argument("--ratio", type=float, default=10, help="how many times fewer bytes are sent")
+flags.add_argument("--tolerance", type=float, default=0.02, help="change allowed per event")
+flags.add_argument("--every", type=int, default=50, help="steps between examinations")
+flags.add_argument("--budget", default="90%", help="memory of a step, such as 90%% or 20MiB")
+flags.add_argument("--ratio", type=float, default=10, help="how many times fewer bytes to send")
 flags.add_argument("--epochs", type=int, default=2)
-flags.add_argument("--limit", type=int, help="use the first LIMIT images, 64 or more a rank")
-flags.add_argument("--steady", action="store_true", help="look often, whatever it costs")
+flags.add_argument("--limit", type=int, help="use the first LIMIT images, at least 64 per rank")
+flags.add_argument("--steady", action="store_true", help="examine by steps, not by the clock")
 flags.add_argument("--data", help="folder of the four .gz files; scripts/fetch_fashion_mnist.py")
 args = flags.parse_args()
 
@@ -44,7 +44,7 @@ def read(name):
 
 
 def wrap(budget):
-    """Make anew what knows parameters and shapes."""
+    """Make what depends on parameters and shapes: Horovod's wrapper and the memory plan."""
     compression = LowRankCompression.using(ratio=args.ratio)  # <- sn
     opt = hvd.DistributedOptimizer(optimizer, model.named_parameters(), compression)
     opt.state = optimizer.state
@@ -63,7 +63,7 @@ model = nn.Sequential(*conv, nn.Linear(1568, args.width), nn.ReLU(), nn.Linear(a
 optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
 looks = {"tolerance": args.tolerance, "every": args.every}
 if args.steady:
-    looks["overhead"] = None  # the same gaps on every machine
+    looks["overhead"] = None  # the same intervals on every machine
 apoptosis = Apoptosis(model, optimizer, **looks)  # <- sn
 opt, planned = wrap(args.budget)
 steps = len(x) // (64 * hvd.size())

@@ -1,10 +1,10 @@
-"""The pictures and tables of docs/architecture.md, made from the imports of the code.
+"""Make the pictures and tables of docs/architecture.md from the imports of the code.
 
     python scripts/architecture.py [--check]
 
-Writes between the markers of the page; with --check it writes nothing and ends with 1 where the
-page is not what the code says. An arrow of a picture is an import: from who asks to who is asked,
-over files that are not in the picture where need be. Imports inside functions count.
+Writes between the markers of the page; with --check it writes nothing and exits with 1 if the
+page is out of date. An arrow in a picture is an import, from the importer to the imported file,
+possibly through files that are not in the picture. Imports inside functions count.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> set[str]:
 
 
 def arrows(graph: Graph, shown: list[str]) -> list[tuple[str, str]]:
-    """Return which of the modules shown asks which, over those not shown; none that follows."""
+    """Return the imports between shown modules, also through others, without transitive ones."""
     direct: Graph = {}
     for start in shown:
         seen: set[str] = set()
@@ -112,7 +112,7 @@ def arrows(graph: Graph, shown: list[str]) -> list[tuple[str, str]]:
 
 
 def _behind(graph: Graph, start: str) -> set[str]:
-    """Return all that can be reached from a module, without the module."""
+    """Return all modules reachable from a module, without the module itself."""
     seen: set[str] = set()
     todo = list(graph[start])
     while todo:
@@ -124,7 +124,7 @@ def _behind(graph: Graph, start: str) -> set[str]:
 
 
 def picture(package: str) -> str:
-    """Return the way through a package as a Mermaid flow chart."""
+    """Return the path through a package as a Mermaid flow chart."""
     files = modules(package)
     graph = {name: imports(name, path, files) for name, path in files.items()}
     by_path = {path.relative_to(ROOT / package).as_posix(): name for name, path in files.items()}
@@ -161,7 +161,7 @@ def rooms(package: str) -> str:
 
 
 def filled(text: str) -> str:
-    """Return the page with what is between its markers made anew."""
+    """Return the page with the content between its markers replaced."""
     for package in WAYS:
         for what, part in (("picture", picture(package)), ("rooms", rooms(package))):
             begin, end = f"<!-- {what} {package} -->", f"<!-- end {what} {package} -->"
@@ -174,9 +174,11 @@ def filled(text: str) -> str:
 
 
 def main() -> int:
-    """Write the page, or say whether it is what the code says."""
+    """Write the page, or check whether it is current."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; exit with 1 if out of date"
+    )
     options = parser.parse_args()
     text = PAGE.read_text(encoding="utf-8")
     new = filled(text)

@@ -2,14 +2,14 @@
 """Build Horovod 0.28.1 against the torch and TensorFlow installed in this interpreter.
 
 `pip install horovod` fails with every torch since 2.1 and every TensorFlow since 2.18: the last
-release is of 2023. This script takes that release as it is on the package index, checks it against
-a pinned hash, makes the edits listed in horovod_edits.py, builds a wheel, keeps it under a hash of
-all it was built against, installs it and runs two ranks through it.
+release is from 2023. This script downloads that release from the package index, checks it against
+a pinned hash, applies the edits listed in horovod_edits.py, builds a wheel, caches it under a hash
+of everything it was built against, installs it and checks it with two ranks.
 
     python scripts/build_horovod.py                # build (or take from the cache) and install
-    python scripts/build_horovod.py --check        # only say what would be done
-    python scripts/build_horovod.py --wheel-only   # leave the interpreter as it is
-    python scripts/build_horovod.py --carry DIR    # and lay it out for a machine without a network
+    python scripts/build_horovod.py --check        # only print what would be done
+    python scripts/build_horovod.py --wheel-only   # do not install
+    python scripts/build_horovod.py --carry DIR    # also for a machine without a network
 
 Where torch is a CUDA build, GPU tensors go through NCCL: with a CUDA toolkit that is there, or one
 put together from wheels for this build (horovod_cuda.py). Without either it is for CPU tensors.
@@ -63,7 +63,7 @@ def sdist_hash(path: Path) -> str:
 def fetch_sdist(
     steps: Steps, cache: Path, local_sdist: Path | None, env: Mapping[str, str]
 ) -> Path:
-    """Return the release's source archive, checked: the given one, the kept one, or a download."""
+    """Return the release's checked source archive: the given one, the cached one, or a download."""
     kept = cache / "sdist" / f"horovod-{VERSION}.tar.gz"
     source = local_sdist or kept
     if local_sdist and not local_sdist.is_file():
@@ -104,7 +104,7 @@ def unpack(archive: Path, folder: Path) -> None:
 
 
 def build_environment(target: Target, digest: str, jobs: int) -> dict[str, str]:
-    """Return the environment of the build: ours in, stray Horovod switches and make's own out."""
+    """Return the build's environment: our variables, and none of stray Horovod's or make's."""
     kept = dict(target.settings)
     env = {
         name: value
@@ -128,7 +128,7 @@ def build_environment(target: Target, digest: str, jobs: int) -> dict[str, str]:
 def compile_wheel(
     steps: Steps, tree: Path, work: Path, env: dict[str, str], *, folder: Path
 ) -> Path:
-    """Build the edited source and move the wheel to its place in the cache."""
+    """Build the edited source and move the wheel into the cache."""
 
     def show(line: str) -> None:
         # make prints "[ 42%] Building CXX object ..."
@@ -201,12 +201,12 @@ def build(
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--check", action="store_true", help="only say what would be done")
+    parser.add_argument("--check", action="store_true", help="only print what would be done")
     parser.add_argument("--wheel-only", action="store_true", help="build, do not install")
     parser.add_argument("--cpu-only", action="store_true", help="leave CUDA and NCCL out")
     parser.add_argument("--force", action="store_true", help="build even if a wheel is cached")
-    parser.add_argument("--cache", type=Path, default=CACHE, help="where wheels are kept")
-    parser.add_argument("--sdist", type=Path, help=f"a horovod-{VERSION}.tar.gz already here")
+    parser.add_argument("--cache", type=Path, default=CACHE, help="where to cache wheels")
+    parser.add_argument("--sdist", type=Path, help=f"a local horovod-{VERSION}.tar.gz")
     parser.add_argument(
         "--installed-tools",
         action="store_true",
@@ -216,9 +216,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--carry",
         type=Path,
-        help="lay the wheel and those it imports out in a folder, for a machine without a network",
+        help="put the wheel and its dependencies into a folder, for a machine without a network",
     )
-    parser.add_argument("--json", type=Path, help="write what was built and how it was proved")
+    parser.add_argument("--json", type=Path, help="write what was built and how it was checked")
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
     args = parser.parse_args(argv)
     args.cache = args.cache.resolve()

@@ -1,11 +1,11 @@
-"""Which tests does a change concern? Their files, found by imports: `make test-changed` runs them.
+"""Print the test files that a change concerns, found by imports; `make test-changed` runs them.
 
-    python scripts/changed_tests.py                what differs from main, committed or not
-    python scripts/changed_tests.py --since REF    what differs from another commit
+    python scripts/changed_tests.py                changes against main, committed or not
+    python scripts/changed_tests.py --since REF    changes against another commit
 
 A file concerns a test if the test's file reaches it by imports (those inside functions count), or
-names it in a string, as tests name the scripts that they start. Whatever no Python file can reach,
-C++ or a settings file say, concerns the tests of FURTHER; what is not in that table concerns all.
+names it in a string, as tests name the scripts that they start. Files that no Python file can
+reach, such as C++ or settings, concern the tests in FURTHER; files not in that table concern all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sources() -> dict[str, Path]:
 def asked(name: str, path: Path, known: dict[str, Path], by_file: dict[str, list[str]]) -> set[str]:
     """Return the names of the files that one file imports, or starts by name.
 
-    by_file : what is called so in any folder, of the name of a file
+    by_file : the names of all files with a given file name
     """
     imported = architecture.imports(name, path, known)
     here = path.parent.relative_to(ROOT).as_posix()
@@ -126,7 +126,7 @@ def concerned(
 
 
 def changed_since(ref: str) -> list[str]:
-    """Return the paths that differ from a commit, those not yet committed or added included."""
+    """Return the paths that differ from a commit, including uncommitted and untracked ones."""
 
     def git(*args: str) -> list[str]:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=False)
@@ -139,9 +139,9 @@ def changed_since(ref: str) -> list[str]:
 
 
 def main() -> int:
-    """Print what concerns the change, a line each."""
+    """Print the tests that the change concerns, one per line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--since", default="main", help="the commit to compare with: main")
+    parser.add_argument("--since", default="main", help="commit to compare with (default: main)")
     args = parser.parse_args()
     known = sources()
     for line in concerned(changed_since(args.since), known, users_of(known)):

@@ -1,8 +1,8 @@
-"""Docstrings of this project as Markdown, for the reference pages of the site.
+"""Convert this project's docstrings to Markdown, for the reference pages of the site.
 
-Sections have NumPy's headings, but their entries are `name : what it is`, not a type: the signature
-has that. A parser of NumPy's form takes the sentence for a type. So this extension of Griffe, by
-which mkdocstrings reads code, makes lists of entries and blocks of examples, and nothing parses.
+Sections have NumPy's headings, but their entries are `name : description`, without a type, which
+the signature has. A NumPy docstring parser would take the description for a type. So this Griffe
+extension (mkdocstrings reads code with Griffe) converts entries to lists and examples to blocks.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _ENTRY = re.compile(r"(\*{0,2}\w[\w*, ]*?)(?: : (.*))?")
 
 
 class Docstrings(Extension):
-    """Rewrites the docstring of everything that is read."""
+    """Griffe extension that rewrites every docstring."""
 
     def on_object(self, *, obj: Object, **_: Any) -> None:
-        """Of one module, class, function or attribute."""
+        """Rewrite the docstring of a module, class, function or attribute."""
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)
 
 
 def markdown(text: str) -> str:
-    r"""A docstring as Markdown.
+    r"""Return a docstring as Markdown.
 
     >>> print(markdown("Say.\n\nParameters\n----------\nname : of a person,\n    or none"))
     Say.
@@ -73,5 +73,5 @@ def markdown(text: str) -> str:
 
 
 def lines_on(lines: list[str], place: int) -> bool:
-    """Whether what follows a line is indented below it."""
+    """Return whether the text after a line is indented below it."""
     return place + 1 < len(lines) and lines[place + 1].startswith("    ")

@@ -1,11 +1,11 @@
-"""What the site needs beyond MkDocs: a hook, named in mkdocs.yml.
+"""MkDocs hook of the site, named in mkdocs.yml.
 
     make docs
 
-Pages stay plain Markdown, whose relative links work on a code host too. So README is taken into the
-start page where it is marked; CONTRIBUTING and CHANGELOG become pages; files that pages link to
-outside of docs/ are carried along under source/; decisions are listed; and flowcharts of Mermaid,
-which would need a script from elsewhere, are drawn here.
+Pages stay plain Markdown, whose relative links also work on a code host. So this hook inserts
+README into the start page at its marker, makes pages of CONTRIBUTING and CHANGELOG, copies files
+outside of docs/ to which pages link to source/, lists the decisions, and draws Mermaid flowcharts,
+which would otherwise need an external script.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Make links to where things are in the site, and pictures of flowcharts."""
+    """Rewrite links for the site, and replace flowcharts by pictures."""
     uri = page.file.src_uri
     source = {uri: path for path, uri in PAGES.items()}.get(uri, f"docs/{uri}")
     text = moved(markdown, source, uri)
@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
 
 
 def moved(text: str, source: str, uri: str) -> str:
-    """The text of a file with its relative links changed to be those of a page of the site.
+    """Return the text of a file with its relative links changed to those of the site.
 
     source : the file's path in the repository
     uri : the page's, in the site
@@ -76,7 +76,7 @@ def moved(text: str, source: str, uri: str) -> str:
 
 
 def _site_uri(path: str) -> str:
-    """Where a file of the repository is in the site."""
+    """Return the site's URI of a file of the repository."""
     if path == "README.md":
         return "index.md"
     if path in PAGES:
@@ -95,7 +95,7 @@ def _decisions() -> Iterator[str]:
 
 
 def _linked_sources() -> set[str]:
-    """Files outside docs/ that a page links to."""
+    """Yield the files outside docs/ to which a page links."""
     pages = [*(ROOT / "docs").rglob("*.md"), *(ROOT / path for path in ("README.md", *PAGES))]
     linked = set()
     for page in pages:
@@ -109,7 +109,7 @@ def _linked_sources() -> set[str]:
 
 
 def flowchart(text: str) -> str:
-    """A picture of a flowchart without cycles, as SVG in the colours of the page.
+    """Return an acyclic flowchart as SVG in the colours of the page.
 
     text : lines `n0["label"]` and `n0 --> n1`, as scripts/architecture.py writes them
     """

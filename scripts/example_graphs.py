@@ -1,8 +1,8 @@
-"""The graphs that come with the command line, made from the networks of benchmarks/graphs.
+"""Make the graphs that come with the command line from the networks of benchmarks/graphs.
 
     python scripts/example_graphs.py [--check]
 
-With --check it writes nothing and ends with 1 where a file is not what would be written.
+With --check it writes nothing and exits with 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"granularity": "call", "gradients": "buffers", "inpl
 
 
 def texts() -> dict[str, str]:
-    """Each graph's file, by its name."""
+    """Return the text of each graph's file, by name."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     graphs = import_module("graphs")
     networks: dict[str, Callable[[], Any]] = {

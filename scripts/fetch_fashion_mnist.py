@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Find Fashion-MNIST, or get it from Debian's archive; prints the folder that holds it.
+"""Find Fashion-MNIST, or download it from Debian's archive; prints its folder.
 
-Looked for in $FASHION_MNIST_DIR, where Debian's package puts it, and in .cache/fashion-mnist of
-this project. Else, where apt is at hand, the package is fetched and unpacked into that cache: this
-needs no root and installs nothing. It happens in a folder that is closed to everybody else, and a
-file comes into the cache only if what it holds is known.
+It looks in $FASHION_MNIST_DIR, where Debian's package installs it, and in .cache/fashion-mnist of
+this project. Otherwise, if apt is available, it downloads the package and unpacks it into that
+cache, without root and without installing anything. It uses a folder that only this user can
+access, and a file is moved to the cache only if its hash is known.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def fetch() -> Path:
 
 
 def keep(folder: Path) -> None:
-    """Copy the four files of a folder into the cache, none unless all hold what they should.
+    """Copy the four files of a folder into the cache, if all four have the expected content.
 
     Raises RuntimeError naming the first file that does not.
     """
@@ -113,9 +113,9 @@ def keep(folder: Path) -> None:
 
 
 def content_hash(path: Path) -> str:
-    """Return the SHA-256, in hex, of what a gzip file unpacks to.
+    """Return the SHA-256, in hex, of a gzip file's uncompressed content.
 
-    Raises RuntimeError where the file is no whole gzip file.
+    Raises RuntimeError if the file is not a complete gzip file.
     """
     digest = hashlib.sha256()
     try:
@@ -133,7 +133,7 @@ def _run(command: list[str], folder: Path) -> str:
 
 
 def main() -> int:
-    """Print the folder; return 1 and say how to get the data where it cannot be had."""
+    """Print the folder; if there is none, return 1 and say how to get the data."""
     try:
         print(f"Fashion-MNIST: {find() or fetch()}")
     except (OSError, RuntimeError) as error:

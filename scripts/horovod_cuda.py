@@ -1,11 +1,11 @@
-"""A CUDA toolkit for the build of Horovod: one that is there, or one put together from wheels.
+"""Provide a CUDA toolkit for the build of Horovod: an installed one, or one assembled from wheels.
 
-The obvious way is to ask for nvcc on the PATH. But nobody who took torch from a package index has
-one; where there is one it may be a wrapper script, by whose folder CMake guesses a wrong root; and
-one without its headers fails late. So a toolkit counts only if all that the build reads is there.
-torch's own wheels bring libraries and most headers of a toolkit, under nvidia/cu13 (CUDA 12: a
-folder a package); nvcc and the rest come as wheels of the same version, into a folder that goes
-with the build.
+The obvious way is to require nvcc on the PATH. But users who installed torch from a package index
+have none; if there is one, it may be a wrapper script, from whose folder CMake guesses a wrong
+root; and a toolkit without headers fails late. So a toolkit counts only if it has everything that
+the build reads. torch's own wheels contain libraries and most headers of a toolkit, under
+nvidia/cu13 (CUDA 12: one folder per package); nvcc and the rest come as wheels of the same version,
+in a folder that is deleted after the build.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ INSIDE_12: Final = ("cuda-crt", "nvvm")
 
 @dataclass(frozen=True)
 class Toolkit:
-    """Where a complete toolkit is, and of which version: "13.0"."""
+    """A complete toolkit: its folder, and its version, such as "13.0"."""
 
     root: Path
     version: str
@@ -58,18 +58,18 @@ class Toolkit:
 
 
 def missing(root: Path) -> list[str]:
-    """What the build would miss in a toolkit."""
+    """Return the files of a toolkit that the build needs and that are missing."""
     return [names[0] for names in NEEDED if not any((root / name).exists() for name in names)]
 
 
 def version_of(nvcc: Path) -> str | None:
-    """The release that an nvcc says it is; None for one that does not run."""
+    """Return the version that an nvcc reports; None if it does not run."""
     match = re.search(r"release (\d+\.\d+)", _output_of([str(nvcc), "--version"]))
     return match.group(1) if match else None
 
 
 def root_of(nvcc: Path) -> Path | None:
-    """The toolkit of an nvcc, also of a wrapper script: nvcc itself says where it is."""
+    """Return the toolkit's folder of an nvcc, also of a wrapper script: nvcc itself reports it."""
     match = re.search(
         r"^#\$ TOP=(.+)$", _output_of([str(nvcc), "-v", "--dryrun", "x.cu"]), re.MULTILINE
     )
@@ -77,7 +77,7 @@ def root_of(nvcc: Path) -> Path | None:
 
 
 def candidates(env: Mapping[str, str]) -> list[Path]:
-    """Roots at which a toolkit may be, the user's wish first."""
+    """Yield folders in which a toolkit may be, the user's choice first."""
     named = [env[name] for name in ("HOROVOD_CUDA_HOME", "CUDA_HOME") if env.get(name)]
     if named:
         return [Path(path) for path in named]
@@ -88,7 +88,7 @@ def candidates(env: Mapping[str, str]) -> list[Path]:
 
 
 def find_toolkit(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list[str]]:
-    """The first complete toolkit of the major version of "13.2"; and why others were passed over.
+    """Return the first complete toolkit of "13.2"'s major version; and why others were rejected.
 
     CUDA promises that minor versions of one major version go together.
     """
@@ -110,7 +110,7 @@ def find_toolkit(cuda: str, roots: Iterable[Path]) -> tuple[Toolkit | None, list
 
 
 def requirements(cuda: str) -> list[str]:
-    """The wheels that make a toolkit of a version, as pip wants them."""
+    """Return pip's requirements for the wheels of a toolkit of this version."""
     major, minor = cuda.split(".")[:2]
     old = int(major) < 13
     suffix = f"-cu{major}" if old else ""
@@ -145,7 +145,7 @@ def assembled(site: Path, root: Path) -> Toolkit | None:
 
 
 def architectures(flags: str, nvcc: Path) -> tuple[str, ...]:
-    """Of what torch was compiled for ("sm_80 sm_90a compute_120"), what an nvcc compiles for too.
+    """Return torch's architectures ("sm_80 sm_90a compute_120") that this nvcc supports, too.
 
     Returns numbers as Horovod wants them, ("80", "90", "120"), in order.
     """
@@ -158,7 +158,7 @@ def architectures(flags: str, nvcc: Path) -> tuple[str, ...]:
 
 
 def run_path(cuda: str, toolkit: Toolkit, env: Mapping[str, str], *, ours: bool) -> str:
-    """Where a built library is to look for NCCL and CUDA when it runs, for CMake.
+    """Return the run path by which a built library finds NCCL and CUDA, for CMake.
 
     Beside itself in site-packages, where torch's or TensorFlow's wheels put them; a torch that was
     imported first has loaded them already. What the user installed comes before.
@@ -175,14 +175,14 @@ def run_path(cuda: str, toolkit: Toolkit, env: Mapping[str, str], *, ours: bool)
 
 
 def run_paths(library: Path) -> list[str]:
-    """Where a library looks for others when it runs, as binutils' readelf reads it."""
+    """Return the run paths of a library, as binutils' readelf reads them."""
     listing = _output_of(["readelf", "-d", str(library)])
     groups = re.findall(r"\((?:RUNPATH|RPATH)\).*\[(.*)\]", listing)
     return [path for paths in groups for path in paths.split(":")]
 
 
 def torch_architectures() -> str:
-    """What the torch of this interpreter was compiled for; asked without a device."""
+    """Return the architectures of this interpreter's torch; needs no device."""
     code = (
         "import torch; print(' '.join(torch.cuda.get_arch_list()) or torch._C._cuda_getArchFlags())"
     )

@@ -1,8 +1,8 @@
-"""What Horovod 0.28.1 needs changed to build today, as data: file, old text, new text, reason.
+"""Edits that Horovod 0.28.1 needs to build today, as data: file, old text, new text, reason.
 
-The obvious way is a patch file, but a patch that half applies says "hunk 3 failed" and leaves the
-reader to find out what hunk 3 was for. Here every edit names its reason and how often its text must
-occur; one that does not find its place stops the build before the compiler starts.
+The obvious way is a patch file, but when it fails to apply it says "hunk 3 failed" and leaves the
+reader to find out what hunk 3 was for. Here every edit states its reason and how often its text
+must occur; an edit that does not match stops the build before the compiler starts.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ VERSION: Final = "0.28.1"
 
 
 class EditError(RuntimeError):
-    """An edit did not find its place, so the source is not the one the edits were written for."""
+    """An edit did not match, so the source is not the release for which it was written."""
 
 
 @dataclass(frozen=True)
 class Versions:
-    """What decides which edits are wanted, and how; None where the framework is absent."""
+    """Versions that determine the edits; None where the framework is absent."""
 
     torch: tuple[int, ...] | None = None
     tensorflow: tuple[int, ...] | None = None
@@ -31,7 +31,7 @@ class Versions:
 
 
 def always(_: Versions) -> bool:
-    """Say yes: the edit is right for every combination of versions."""
+    """Return True: the edit applies to every combination of versions."""
     return True
 
 
@@ -66,7 +66,7 @@ class Edit:
     when: Callable[[Versions], bool] = always
 
     def text(self) -> str:
-        """Return all that decides the edited source, for the hash of the build."""
+        """Return everything that determines the edited source, for the hash of the build."""
         return "\0".join((self.file, self.old, self.new, str(self.count)))
 
 
@@ -186,7 +186,7 @@ EDITS: Final = (
 
 
 def wanted(versions: Versions, edits: tuple[Edit, ...] = EDITS) -> tuple[Edit, ...]:
-    """Return the edits that apply to these versions, in order, the standard written in."""
+    """Return the edits for these versions, in order, with the C++ standard filled in."""
     return tuple(
         replace(edit, new=edit.new.replace(STANDARD, str(versions.standard)))
         for edit in edits

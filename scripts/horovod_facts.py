@@ -1,4 +1,4 @@
-"""What is said of a build of Horovod: before it in words, after it as facts for a file."""
+"""Describe a build of Horovod: as text before it, as facts for a file after it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def describe_cuda(target: Target) -> str:
 
 
 def describe(target: Target, edits: tuple[Edit, ...]) -> str:
-    """Return what will be built, in words."""
+    """Return a description of what will be built."""
     asked = ", which torch's headers ask for" if target.torch else ""
     lines = [
         f"Horovod {VERSION} for Python {target.python}: {target.frameworks or 'no framework'}",
@@ -44,7 +44,7 @@ def describe(target: Target, edits: tuple[Edit, ...]) -> str:
 
 
 def facts(target: Target, wheel: Path, moves: list[str]) -> dict[str, Any]:
-    """Return what was built, how, and by what it moved tensors between how many ranks."""
+    """Return what was built, how, with which transports it was checked, and on how many ranks."""
     built = wheel.parent / BUILT
     return {
         "python": platform.python_version(),

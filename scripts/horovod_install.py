@@ -1,4 +1,4 @@
-"""What becomes of a built wheel: installed and proved over two ranks, or laid out for elsewhere."""
+"""Install a built wheel and check it with two ranks, or copy it for another machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def installed_version() -> str | None:
 
 
 def install(steps: Steps, wheel: Path, target: Target) -> list[str]:
-    """Install a wheel and prove it; returns by what it moves tensors: ["Gloo", "NCCL"].
+    """Install a wheel and check it; return its transports: ["Gloo", "NCCL"].
 
     One that fails its proof is taken out again: the next run would find it installed and say that
     there is nothing to do.
@@ -46,7 +46,7 @@ def install(steps: Steps, wheel: Path, target: Target) -> list[str]:
 
 
 def smoke_test(steps: Steps, target: Target) -> list[str]:
-    """Show what the build can do and average numbers over two ranks."""
+    """Print the build's features and average numbers over two ranks."""
     run = [sys.executable, "-m", "horovod.runner.launch"]
     report = steps.run([*run, "--check-build"])
     # Its list of frameworks is left out: it marks PyTorch as there when horovod.torch merely
@@ -71,9 +71,9 @@ def smoke_test(steps: Steps, target: Target) -> list[str]:
 
 
 def carry(steps: Steps, wheel: Path, folder: Path) -> None:
-    """Lay out the wheel and those it imports in a folder, for a machine without an index.
+    """Put the wheel and its dependencies into a folder, for a machine without a package index.
 
-    The folder then holds this Horovod alone: of two nobody could tell which one is meant.
+    Other Horovod wheels in the folder are removed, so that it is clear which one to use.
     """
     steps.begin(f"lay out wheels in {folder}")
     folder.mkdir(parents=True, exist_ok=True)

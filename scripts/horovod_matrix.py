@@ -3,12 +3,12 @@
 
     python scripts/horovod_matrix.py --folder /tmp/matrix       # all cells without a result yet
     python scripts/horovod_matrix.py --folder /tmp/matrix torch-2.15.0-cuda-py3.11
-    python scripts/horovod_matrix.py --table                    # docs/horovod.md anew, no builds
+    python scripts/horovod_matrix.py --table                    # rewrite docs/horovod.md, no builds
 
-A cell is a fresh virtual environment with a torch, perhaps a TensorFlow, and nothing else; what is
-run in it is build_horovod.py, as a user runs it. A cell that cannot be had keeps the reason. The
-result file is written after each cell, so that a run which was cut off goes on where it stopped:
-wheels and half-done environments lie in the folder. A finished environment, gigabytes, is deleted.
+A cell is a fresh virtual environment with a torch, perhaps a TensorFlow, and nothing else; it runs
+build_horovod.py as a user does. For an impossible cell the reason is recorded. The result file is
+written after each cell, so that an interrupted run resumes where it stopped: wheels and partial
+environments are kept in the folder. A finished environment, which takes gigabytes, is deleted.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """What it is called on the command line and in the result file."""
+        """Name on the command line and in the result file."""
         kind = "cuda" if self.cuda else "cpu"
         return f"torch-{self.torch}-{kind}-py{self.python}{'-tf' if self.tensorflow else ''}"
 
     def requirements(self) -> list[str]:
-        """What pip installs; `===` takes no build with a local version such as +cpu."""
+        """Requirements for pip; `===` excludes builds with a local version such as +cpu."""
         torch = f"torch==={self.torch}" if self.cuda else f"torch==={self.torch}+cpu"
         return [torch, "numpy", *([TENSORFLOW] if self.tensorflow else [])]
 
@@ -79,7 +79,7 @@ CELLS: Final = tuple(dict.fromkeys((*FIRST, *ALL)))
 
 
 class CannotError(RuntimeError):
-    """A cell cannot be had here; the message says why."""
+    """A cell is impossible here; the message says why."""
 
 
 def interpreter(version: str, interpreters: Sequence[Path] = ()) -> Path:
@@ -102,7 +102,7 @@ def interpreter(version: str, interpreters: Sequence[Path] = ()) -> Path:
 
 
 def run(command: Sequence[str | Path], log: Path) -> int:
-    """Run a command, its output to a log, its steps also to the terminal; its exit status."""
+    """Run a command, with output to a log and steps to the terminal; return its exit status."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -122,7 +122,7 @@ def run(command: Sequence[str | Path], log: Path) -> int:
 
 
 def why_not(log: Path) -> str:
-    """What pip or the build gave as its reason, in one line."""
+    """Return the reason that pip or the build gave, in one line."""
     lines = log.read_text(encoding="utf-8").splitlines()
     wanted = [
         line for line in lines if re.match(r"ERROR: (No matching|Could not)|step \d+ of", line)
@@ -132,7 +132,7 @@ def why_not(log: Path) -> str:
 
 
 def environment(cell: Cell, folder: Path, interpreters: Sequence[Path], log: Path) -> Path:
-    """The Python of the cell's environment, made if it is not whole. Raises CannotError."""
+    """Return the Python of the cell's environment; create it if incomplete. Raises CannotError."""
     home, stamp = folder / cell.name, folder / cell.name / "whole"
     python = home / "bin" / "python"
     if stamp.is_file():
@@ -160,7 +160,7 @@ def environment(cell: Cell, folder: Path, interpreters: Sequence[Path], log: Pat
 
 
 def measure(cell: Cell, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
-    """Build and prove in the cell's environment; what came of it, or why not."""
+    """Build and check in the cell's environment; return the result, or the reason of a failure."""
     began, log, report = time.monotonic(), folder / f"{cell.name}.log", folder / "facts.json"
     log.write_text("", encoding="utf-8")
     report.unlink(missing_ok=True)
@@ -188,7 +188,7 @@ def measure(cell: Cell, folder: Path, args: argparse.Namespace) -> dict[str, Any
 
 
 def load(path: Path) -> dict[str, dict[str, Any]]:
-    """Results by cell, in the order of the cells; none without a file."""
+    """Return the results by cell, in the order of the cells; empty without a file."""
     if not path.is_file():
         return {}
     rows = {row["cell"]: row for row in json.loads(path.read_text(encoding="utf-8"))}
@@ -196,7 +196,7 @@ def load(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def save(path: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Write results by way of another name, so that no reader sees half of them."""
+    """Write the results to another name and rename it, so that readers never see a partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".part")
     partial.write_text(json.dumps([*results.values()], indent=1) + "\n", encoding="utf-8")
@@ -204,7 +204,7 @@ def save(path: Path, results: dict[str, dict[str, Any]]) -> None:
 
 
 def line_of(cell: Cell, row: dict[str, Any] | None) -> list[str]:
-    """A cell's line of the table."""
+    """Return a cell's line of the table."""
     names = [cell.python, f"{cell.torch} {'CUDA' if cell.cuda else 'CPU'}"]
     names.append("2.21.0 CPU" if cell.tensorflow else "")
     if row is None or row["state"] != "built":
@@ -226,7 +226,7 @@ def line_of(cell: Cell, row: dict[str, Any] | None) -> list[str]:
 
 
 def table(results: dict[str, dict[str, Any]]) -> str:
-    """All cells as a Markdown table: those built, then those not, alike reasons in one line."""
+    """Return all cells as Markdown: built ones in a table, then the others, grouped by reason."""
     built = [cell for cell in CELLS if results.get(cell.name, {}).get("state") == "built"]
     lines = [
         list(HEAD),
@@ -247,7 +247,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def put(text: str, content: str, start: str = START, end: str = END) -> str:
-    """A page with what is between its markers made anew. Raises ValueError without markers."""
+    """Return a page with the text between its markers replaced, or raise ValueError."""
     before, rest = text.split(start)
     _, after = rest.split(end)
     return f"{before}{start}\n{content}\n{end}{after}"
@@ -257,18 +257,20 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     names = [cell.name for cell in CELLS]
-    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(names)}")
-    parser.add_argument("--folder", type=Path, help="environments, wheels and logs: 15 GB free")
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"some of {', '.join(names)}")
+    parser.add_argument("--folder", type=Path, help="for environments, wheels and logs: 15 GB free")
     parser.add_argument("--result", type=Path, default=RESULT, help="the result file")
-    parser.add_argument("--python", type=Path, action="append", default=[], help="one to look at")
+    parser.add_argument(
+        "--python", type=Path, action="append", default=[], help="interpreter to use"
+    )
     parser.add_argument("--jobs", type=int, default=default_jobs(), help="parallel compilers")
     parser.add_argument("--again", action="store_true", help="also cells that have a result")
     parser.add_argument("--keep", action="store_true", help="do not delete environments")
     parser.add_argument(
-        "--table", action="store_true", help="write the page's table, build nothing"
+        "--table", action="store_true", help="rewrite the page's table, build nothing"
     )
     parser.add_argument(
-        "--check", action="store_true", help="say whether the page is as --table makes it"
+        "--check", action="store_true", help="check whether the page's table is current"
     )
     args = parser.parse_args(argv)
     if unknown := set(args.cells) - set(names):
@@ -279,7 +281,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the cells or write the table; 1 if a cell failed, or the page is not as it should be."""
+    """Run the cells or write the table; return 1 if a cell failed or the page is out of date."""
     args = parse(argv)
     results = load(args.result)
     if args.table or args.check:

@@ -1,10 +1,10 @@
-"""Horovod's own tests of torch optimizers, with a compression in place of Compression.none.
+"""Run Horovod's own tests of torch optimizers with a compression instead of Compression.none.
 
     python scripts/horovod_own_tests.py CHECKOUT
 
-CHECKOUT is one of Horovod's repository: its source archive has no tests. They run on ranks of this
-machine, in one process each, as Horovod's own runs have them; behind a test that fails, ranks start
-anew. Prints a table, and why a test did not pass.
+CHECKOUT is a checkout of Horovod's repository: its source archive has no tests. They run on ranks
+of this machine, in one process each, as in Horovod's own runs; after a failed test the ranks are
+restarted. Prints a table, and the reasons of tests that did not pass.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def on_a_rank(checkout: Path, compression: str, tests: list[str]) -> None:
 def outcomes(
     checkout: Path, compression: str, tests: list[str], ranks: int, seconds: float
 ) -> dict[str, str]:
-    """How each test ended, on the rank on which it ended worst."""
+    """Return the outcome of each test, on the rank with the worst outcome."""
     ended: dict[str, str] = {}
     environment = {**os.environ, "HOROVOD_DYNAMIC_PROCESS_SETS": "1"}  # one test adds them
     while left := [name for name in tests if name not in ended]:
@@ -108,10 +108,12 @@ def outcomes(
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("checkout", type=Path, help="of Horovod's repository")
+    parser.add_argument("checkout", type=Path, help="checkout of Horovod's repository")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=300, help="of one start of the ranks")
-    parser.add_argument("--compression", nargs="+", default=CLASSES, help="expressions of Python")
+    parser.add_argument(
+        "--seconds", type=float, default=300, help="time limit of one start of the ranks"
+    )
+    parser.add_argument("--compression", nargs="+", default=CLASSES, help="Python expressions")
     parser.add_argument("--tests", nargs="+", default=TESTS)
     parser.add_argument("--rank", help=argparse.SUPPRESS)
     options = parser.parse_args()

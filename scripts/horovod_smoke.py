@@ -1,4 +1,4 @@
-"""Proof that a fresh Horovod works: `horovodrun -np 2 python horovod_smoke.py torch` averages."""
+"""Check that a new Horovod averages: `horovodrun -np 2 python horovod_smoke.py torch`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps with progress, a log, and errors that name the step: the bones of the build script."""
+"""Steps of the build script, with progress, a log, and errors that name the step."""
 
 from __future__ import annotations
 

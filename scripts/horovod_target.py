@@ -1,8 +1,8 @@
-"""What a Horovod build is made against: found without importing a framework, and hashed.
+"""Determine and hash what a Horovod build is made against, without importing a framework.
 
 A wheel fits exactly one set of interpreter, frameworks, compiler and processor. Importing torch
-and TensorFlow to ask their versions costs ten seconds at every `make`; their installed metadata
-says the same in a tenth of one.
+and TensorFlow to read their versions takes ten seconds at every `make`; reading their installed
+metadata takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PASSED_ON: Final = (
 
 @dataclass(frozen=True)
 class Target:
-    """All that a built wheel depends on; the fields are the hash."""
+    """Everything that a built wheel depends on; the fields determine the hash."""
 
     python: str
     torch: str | None
@@ -132,7 +132,7 @@ class Target:
 
 
 def detect(*, cpu_only: bool = False) -> Target:
-    """Look at this interpreter and this machine.
+    """Detect the target of this interpreter and machine.
 
     cpu_only : leave CUDA out, whatever is there
     """
@@ -158,12 +158,12 @@ def detect(*, cpu_only: bool = False) -> Target:
 
 
 def without_cuda(target: Target) -> Target:
-    """The same, for CPU tensors."""
+    """Return the same target for CPU tensors."""
     return replace(target, nvcc=None, wheels=False, arches=())
 
 
 def toolkit(target: Target) -> tuple[horovod_cuda.Toolkit | None, list[str]]:
-    """The toolkit that is there for a target, and why others were passed over."""
+    """Return the installed toolkit for a target, and why others were rejected."""
     cuda = cuda_of(target)
     if not cuda:
         return None, []
@@ -171,7 +171,7 @@ def toolkit(target: Target) -> tuple[horovod_cuda.Toolkit | None, list[str]]:
 
 
 def cuda_of(target: Target) -> str | None:
-    """The CUDA version that the frameworks were built with."""
+    """Return the CUDA version that the frameworks were built with."""
     return target.torch_cuda or (_tensorflow_cuda_version() if target.tensorflow_cuda else None)
 
 
@@ -188,7 +188,7 @@ def _with_cuda(target: Target) -> Target:
 
 
 def standard_of(header: str) -> int:
-    """The C++ standard that a header of torch's asks for: `__cplusplus < 202002L` is C++20."""
+    """Return the C++ standard that torch's header requires: `__cplusplus < 202002L` is C++20."""
     years = [int(year) for year in re.findall(r"__cplusplus < (\d{4})\d\dL", header)]
     return max([17, *(year % 100 for year in years)])
 

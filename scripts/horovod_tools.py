@@ -1,4 +1,4 @@
-"""What the build of Horovod borrows: compilers, memory, NCCL; and tools pinned by hash."""
+"""Resources of the build of Horovod: compilers, memory, NCCL; and tools pinned by hash."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ BYTES_PER_JOB: Final = 2 * 2**30
 
 
 class NoToolkitError(RuntimeError):
-    """There is no CUDA toolkit, and none could be made of wheels."""
+    """There is no CUDA toolkit, and none could be assembled from wheels."""
 
 
 def prerequisites(target: Target) -> list[str]:
@@ -78,7 +78,7 @@ def write_pins(pins: Sequence[str], path: Path) -> Path:
 
 
 def install_pinned(steps: Steps, pins: Sequence[str], folder: Path) -> None:
-    """Install pinned wheels into a folder of their own; pip stops where a hash differs."""
+    """Install pinned wheels into a separate folder; pip stops if a hash differs."""
     file = write_pins(pins, folder.with_suffix(".txt"))
     steps.run(
         [*PIP, "install", "--quiet", "--no-deps", "--only-binary=:all:", "--require-hashes"]
@@ -87,7 +87,7 @@ def install_pinned(steps: Steps, pins: Sequence[str], folder: Path) -> None:
 
 
 def find_cmake(steps: Steps, work: Path) -> str:
-    """Return a cmake >= 3.13; where there is none, one from the package index, for this build."""
+    """Return a cmake >= 3.13; if there is none, one from the package index for this build."""
     scripts = Path(sysconfig.get_path("scripts"), "cmake")
     for candidate in (os.environ.get("HOROVOD_CMAKE"), shutil.which("cmake"), str(scripts)):
         if not candidate or not shutil.which(candidate):
@@ -101,7 +101,7 @@ def find_cmake(steps: Steps, work: Path) -> str:
 
 
 def install_cuda(steps: Steps, cuda: str, work: Path) -> horovod_cuda.Toolkit:
-    """Make a toolkit of wheels, of the version that torch was built with, for this build only.
+    """Assemble a toolkit from wheels, of torch's CUDA version, for this build only.
 
     They go by torch's version, so no hash of theirs is known ahead: pip takes wheels alone, runs
     nothing of them, and what runs later is NVIDIA's compiler. Raises NoToolkitError.
@@ -130,7 +130,7 @@ def install_cuda(steps: Steps, cuda: str, work: Path) -> horovod_cuda.Toolkit:
 
 
 def nccl_from_wheel(work: Path) -> dict[str, str]:
-    """Return switches for the NCCL that torch's or TensorFlow's wheels brought, if any.
+    """Return switches for the NCCL of torch's or TensorFlow's wheels, if any.
 
     Those wheels hold libnccl.so.2 but not the plain name a linker looks for.
     """

@@ -1,11 +1,11 @@
-"""Do the tests notice a fault? Breaks lines of the packages, one at a time, in a copy of the tree.
+"""Do the tests notice a fault? Break lines of the packages, one at a time, in a copy of the tree.
 
     python scripts/mutations.py --number 200 --log mutations.jsonl
     python scripts/mutations.py --number 25 --log ops.jsonl --tests tests/compress sn_compress/ops
 
 Runs the tests that `changed_tests` names for the broken file, nearest by imports first, until one
 fails: "caught", if it passes without the change. "survived": all passed. "unfinished": none had
-failed at the time limit. A mutant that is in the log already is not run again.
+failed by the time limit. A mutant that is already in the log is not run again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def computed(node: ast.AST) -> Iterator[ast.expr | ast.stmt]:
 
 
 def drawn(files: Iterable[Path], number: int, seed: int, root: Path) -> list[Mutant]:
-    """Return one mutant each of so many lines, by a seed; fewer are the first of more."""
+    """Return one mutant of each of that many lines, by a seed; fewer are a prefix of more."""
     by_line: dict[tuple[str, int], list[Mutant]] = {}
     for path in files:
         text, name = path.read_bytes(), path.relative_to(root).as_posix()
@@ -122,7 +122,7 @@ def rounds_of(tests: Sequence[str], users: dict[str, set[str]], start: str) -> l
 
 
 def first_failure(tree: Path, tests: Sequence[str], marks: str, until: float) -> str:
-    """Run tests until one fails and return which; "" if all pass, "limit" if time is over."""
+    """Run tests until one fails and return it; "" if all pass, "limit" if time is up."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks]
     # Bytecode is told from its source by size and second, which a mutant may share with another.
     env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -145,7 +145,7 @@ def first_failure(tree: Path, tests: Sequence[str], marks: str, until: float) ->
 def outcome(
     tree: Path, mutant: Mutant, rounds: Sequence[Sequence[str]], marks: str, limit: float
 ) -> dict[str, Any]:
-    """Return what the tests say of a mutant, as one line of the log."""
+    """Return the outcome of a mutant's tests, as one line of the log."""
     path, until, by = tree / mutant.file, time.monotonic() + limit, ""
     text = path.read_text(encoding="utf-8")
     path.write_text(mutant.source, encoding="utf-8")
@@ -159,15 +159,15 @@ def outcome(
 
 
 def main() -> int:
-    """Break the lines that are asked for, print what became of each, and count."""
+    """Break the requested lines, print the outcome of each, and count the outcomes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("paths", nargs="*", default=changed_tests.PACKAGES, help="files, folders")
-    parser.add_argument("--number", type=int, default=200, help="of lines: 200")
-    parser.add_argument("--seed", type=int, default=0, help="which lines: 0")
-    parser.add_argument("--log", type=Path, required=True, help="JSON lines, to go on with")
-    parser.add_argument("--tests", default="tests", help="run no others than those below")
-    parser.add_argument("--limit", type=float, default=600, help="seconds for a mutant: 600")
-    parser.add_argument("--marks", default="not slow and not horovod", help="as pytest's -m")
+    parser.add_argument("--number", type=int, default=200, help="number of lines (default 200)")
+    parser.add_argument("--seed", type=int, default=0, help="selects the lines (default 0)")
+    parser.add_argument("--log", type=Path, required=True, help="JSON lines; resumed if it exists")
+    parser.add_argument("--tests", default="tests", help="run only tests in this folder")
+    parser.add_argument("--limit", type=float, default=600, help="seconds per mutant (default 600)")
+    parser.add_argument("--marks", default="not slow and not horovod", help="pytest's -m")
     options, root = parser.parse_args(), changed_tests.ROOT
     paths = [path for path in options.paths for path in (root / path, *(root / path).rglob("*"))]
     files = sorted({path for path in paths if path.suffix == ".py"})

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run one stage of a set-up with one line on the screen: stage.sh LOG TITLE COMMAND...
-# The output goes to LOG; where the command fails, the end of it is printed and LOG is named.
+# Run one stage of a set-up, showing one line: stage.sh LOG TITLE COMMAND...
+# The output goes to LOG; if the command fails, the end of LOG and its path are printed.
 set -u
 log=$1 title=$2
 shift 2

@@ -2,12 +2,12 @@
 """Run the tests under several interpreters, each with its own torch, and keep a table.
 
     python scripts/tested_versions.py .venv-one/bin/python .venv-other/bin/python
-    python scripts/tested_versions.py --table           # docs/works.md anew, nothing is run
+    python scripts/tested_versions.py --table           # rewrite docs/works.md, run nothing
 
 An environment:
 `make .venv-one/.stamps/packages VENV=.venv-one TORCH=torch==2.15.0 TENSORFLOW= CONSTRAINTS=`.
-What is run is `pytest -n 2 -m "not slow"`, as `make test` does; a test skips where what it is
-about is not installed. A row is kept for each pair of Python and torch.
+It runs `pytest -n 2 -m "not slow"`, as `make test` does; tests of packages that are not
+installed skip. A row is kept for each pair of Python and torch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ print(json.dumps({"python": platform.python_version(), "torch": torch.__version_
 
 
 def counts(output: str) -> dict[str, int]:
-    r"""How many tests ended how, from pytest's closing line.
+    r"""Return the number of tests by outcome, from pytest's last line.
 
     >>> counts("...\n== 2 failed, 10 passed, 3 skipped, 4 deselected, 1 error in 9.1s ==")
     {'passed': 10, 'failed': 3, 'skipped': 3}
@@ -62,7 +62,7 @@ def counts(output: str) -> dict[str, int]:
 
 
 def tested(python: Path, arguments: list[str]) -> dict[str, Any]:
-    """A row of one interpreter."""
+    """Return the row of one interpreter."""
     printed = subprocess.run([python, "-c", VERSIONS], capture_output=True, text=True, check=True)
     row: dict[str, Any] = json.loads(printed.stdout.splitlines()[-1])
     command = [str(python), "-m", "pytest", *arguments]
@@ -88,7 +88,7 @@ def tested(python: Path, arguments: list[str]) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """The rows in Markdown."""
+    """Return the rows as Markdown."""
     ordered = sorted(rows, key=lambda row: (row["torch"], row["python"]), reverse=True)
     lines = [list(HEAD), ["---"] * len(HEAD)]
     lines += [[str(row[name.lower()]) for name in HEAD] for row in ordered]
@@ -96,7 +96,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def write(rows: list[dict[str, Any]]) -> None:
-    """Put the table into its page."""
+    """Write the table into its page."""
     text = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(put(text, table(rows), START, END), encoding="utf-8")
 
@@ -105,7 +105,7 @@ def main(argv: list[str]) -> int:
     """Run, keep, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("pythons", nargs="*", type=Path)
-    parser.add_argument("--table", action="store_true", help="only write the page")
+    parser.add_argument("--table", action="store_true", help="only rewrite the page's table")
     parser.add_argument("--pytest", default="-n 2 -m 'not slow'", help="arguments of pytest")
     args = parser.parse_args(argv)
     if not args.pythons and not args.table:

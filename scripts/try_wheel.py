@@ -1,9 +1,9 @@
-"""Whether what was installed is whole: both extensions, kernels, shipped graphs, the command line.
+"""Check an installed wheel: both extensions, kernels, shipped graphs, the command line.
 
     python scripts/try_wheel.py
 
-Run it in an environment that has nothing of this project but the wheel, and in no clone: what is
-imported has to be what was installed. Needs no framework.
+Run it outside of any clone, in an environment that has only the wheel of this project, so that
+the installed files are imported. Needs no framework.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Try everything that packaging could have left out."""
+    """Check everything that packaging could have left out."""
     here = Path(__file__).resolve().parent
     import numpy as np
 

@@ -1,9 +1,8 @@
-"""What all commands have in common: answers, exit codes, checked paths, and JSON.
+"""Shared by all commands: answers, exit codes, checked paths, and JSON.
 
-A command returns an Answer. It ends with 0, or with 1 where the answer to what was asked is no: the
-budget cannot be kept, the plan is wrong, the model does not fit. With 2 ends what could not be
-answered: a flag, a path or a file that is wrong, a library that is missing. So a script can tell
-"it does not fit" from "you asked it wrongly".
+A command returns an Answer. Its exit code is 0, or 1 if the answer is no: the budget cannot be
+kept, the plan is wrong, the model does not fit. It is 2 if there is no answer: a wrong flag, path
+or file, a missing library. So a script can tell "it does not fit" from a usage error.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ YES, NO, USAGE = 0, 1, 2
 
 @dataclass(frozen=True)
 class Answer:
-    """What a command found.
+    """The result of a command.
 
     Parameters
     ----------
     text
-        For people.
+        Text for users.
     data
-        The same for programs: what json.dumps takes.
+        The same for programs, serialisable by json.dumps.
     yes
-        Whether the answer is yes, or there was no question that could be denied.
+        Whether the answer is yes; also True for commands without a yes-or-no question.
     """
 
     text: str
@@ -39,7 +38,7 @@ class Answer:
     yes: bool = True
 
     def shown(self, *, as_json: bool) -> str:
-        """What goes to standard output."""
+        """Return the text for standard output."""
         if not as_json:
             return self.text
         return json.dumps({"answer": "yes" if self.yes else "no", **self.data}, indent=1)
@@ -49,7 +48,7 @@ Run = Callable[[argparse.Namespace], Answer]
 
 
 def add_command(commands: Any, name: str, run: Run, **words: str) -> argparse.ArgumentParser:
-    """Add a command to a group; every one of them takes --json."""
+    """Add a command to a group, with the flag --json."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=words["help"],
@@ -62,17 +61,17 @@ def add_command(commands: Any, name: str, run: Run, **words: str) -> argparse.Ar
 
 
 def positive(text: str) -> float:
-    """A finite number above 0."""
+    """Parse a finite number above 0."""
     return _number(text, lambda number: number > 0, "a number above 0")
 
 
 def not_negative(text: str) -> float:
-    """A finite number, 0 or more."""
+    """Parse a finite number, 0 or more."""
     return _number(text, lambda number: number >= 0, "a number, 0 or more")
 
 
 def count(text: str) -> int:
-    """A whole number, 1 or more."""
+    """Parse an integer, 1 or more."""
     if not (text.isascii() and text.isdigit() and int(text)):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected 1, 2, 3 ...")
     return int(text)
@@ -89,7 +88,7 @@ def _number(text: str, fits: Callable[[float], bool], expected: str) -> float:
 
 
 def output_file(text: str) -> str:
-    """A path that can be written: looked at before the work, not after it."""
+    """Parse a path and check that it can be written, before the work begins."""
     folder = os.path.dirname(text) or "."
     if "\0" in text:
         raise argparse.ArgumentTypeError("the path contains a null byte; expected none")
@@ -103,7 +102,7 @@ def output_file(text: str) -> str:
 
 
 def picture_file(text: str) -> str:
-    """A path for a picture: what draws it is looked for before the work, too."""
+    """Parse a path for a picture; also check for matplotlib before the work begins."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
             "a picture needs matplotlib: pip install 'superneurons[report]'"
@@ -114,7 +113,7 @@ def picture_file(text: str) -> str:
 
 
 def page_file(text: str) -> str:
-    """A path for a page with pictures in it."""
+    """Parse a path for a page with pictures."""
     if importlib.util.find_spec("matplotlib") is None:
         raise argparse.ArgumentTypeError(
             "a page has pictures, which need matplotlib: pip install 'superneurons[report]'"
@@ -123,7 +122,7 @@ def page_file(text: str) -> str:
 
 
 def pyplot(font_size: int) -> Any:
-    """What draws pictures to files, imported when one is asked for."""
+    """Import pyplot for drawing to files; only when a picture is requested."""
     import matplotlib as mpl
 
     mpl.use("Agg")

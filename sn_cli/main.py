@@ -27,9 +27,8 @@ from .memory import add_memory
 _EXIT_CODES = """\
 exit codes: 0 done, or yes; 1 the answer is no (over the budget, not a valid plan, does not fit);
 2 no answer (wrong flags, paths or files; a library is missing)"""
-# What says in its message what was wrong with what was given. Errors of packages that are missing
-# are ImportErrors.
-_SAID = (CompressError, GraphError, PackError, PlanError, ImportError, ValueError)
+# Errors whose message says what was wrong with the input. A missing package is an ImportError.
+_INPUT_ERRORS = (CompressError, GraphError, PackError, PlanError, ImportError, ValueError)
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -38,13 +37,13 @@ def main(arguments: Sequence[str]) -> int:
     try:
         answer = options.run(options)
     except (BudgetError, CapacityError) as error:
-        # Not an error of who asked: what was asked for cannot be had.
+        # Not a usage error: the request is infeasible.
         if options.json:
             _write(json.dumps({"answer": "no", "why": str(error), **_numbers(error)}, indent=1))
         return _fail(str(error), NO)
     except OSError as error:
-        return _fail(_of_file(error), USAGE)
-    except _SAID as error:
+        return _fail(_describe(error), USAGE)
+    except _INPUT_ERRORS as error:
         return _fail(str(error), USAGE)
     _write(answer.shown(as_json=options.json))
     return YES if answer.yes else NO
@@ -52,23 +51,23 @@ def main(arguments: Sequence[str]) -> int:
 
 def script() -> None:
     """Run as `sn`, and exit."""
-    # Closed by who started it, as by `sn ... >&-`, they are None.
+    # They are None if the caller closed them, as with `sn ... >&-`.
     sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
     sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115
-    # Names of files and modules may hold what a terminal or its locale does not show.
+    # Names of files and modules may contain characters that the terminal's locale cannot show.
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     try:
         code = main(sys.argv[1:])
         sys.stdout.flush()
     except OSError as error:
-        # Of standard output, or of standard error: main says all others. Who reads on may have read
-        # enough: `sn ... | head`. Python's own last flush must not fail.
+        # From standard output or standard error; main reports all others. The reader may have
+        # closed the pipe, as in `sn ... | head`. Python's own last flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         enough = isinstance(error, BrokenPipeError)
         code = USAGE if enough else _fail(f"standard output: {error.strerror}", USAGE)
     except KeyboardInterrupt:
-        code = 130  # what a shell says of a program that was interrupted
-    except Exception:  # noqa: BLE001 - whatever it is, it is no "no"
+        code = 130  # a shell's exit code for an interrupted program
+    except Exception:  # noqa: BLE001 - any bug; it must not look like the answer "no"
         traceback.print_exc()
         sys.stderr.write("sn: this is a fault of superneurons; please report it.\n")
         code = USAGE
@@ -76,10 +75,10 @@ def script() -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their flags."""
+    """Return the parser of all commands and their flags."""
     parser = argparse.ArgumentParser(
         prog="sn",
-        description="Gradients in fewer bytes on the wire, training in fewer bytes held.",
+        description="Compress gradients on the wire; plan training within a memory budget.",
         epilog=_EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -101,8 +100,8 @@ def _numbers(error: BudgetError | CapacityError) -> dict[str, object]:
     }
 
 
-def _of_file(error: OSError) -> str:
-    """An error of a file in plain words: which, and why."""
+def _describe(error: OSError) -> str:
+    """Return the file and the reason."""
     if error.filename is None or error.strerror is None:
         return str(error)
     return f"{error.filename}: {error.strerror}"

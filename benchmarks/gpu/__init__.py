@@ -1,1 +1,1 @@
-"""What `make gpu` runs: one file a section, each with its JSON; `runner` starts them in turn."""
+"""The sections of `make gpu`: one file each, with its JSON; `runner` starts them in turn."""

@@ -1,4 +1,4 @@
-"""The FFT codec on the device beside its limits and rivals: benchmarks/codec.py, with targets.
+"""The FFT codec on the device, compared with limits and rivals: benchmarks/codec.py, with targets.
 
 With CuPy the fused kernels, of 2**27 elements, and calls of the codec from Python. In any case what
 a user of torch alone has: the array code. On the CPU the rows of the host's codec, of few elements.

@@ -1,4 +1,4 @@
-"""Every test that needs a GPU; on the CPU the same bodies, where they can run there.
+"""Every test that needs a GPU; on the CPU the same tests where they can run there.
 
 A test that was skipped is no proof: reasons are counted, one row each.
 """

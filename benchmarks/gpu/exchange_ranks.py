@@ -1,4 +1,4 @@
-"""One rank of exchange_steps and host_waits: gradients that are given, through DDP, way by way.
+"""One rank of exchange_steps and host_waits: given gradients, through DDP, way by way.
 
 One way lives at a time: a model of 1.1 billion parameters needs some 25 GB with all its memories.
 """

@@ -1,4 +1,4 @@
-"""What each class adds to a step of DDP, beside torch's PowerSGD at equal bytes and a plain cast.
+"""What each class adds to a step of DDP, compared with PowerSGD at equal bytes and a cast.
 
 One rank over NCCL: what the arithmetic costs, with nothing on a wire. Two ranks on one device over
 Gloo: the same code with real partners, whose bits have to be equal; its seconds are Gloo's copies

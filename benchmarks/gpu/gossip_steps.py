@@ -1,4 +1,4 @@
-"""A step of GossipOptimizer between two ranks on one device, over Gloo, beside the plain step."""
+"""A step of GossipOptimizer between two ranks on one device, over Gloo, and the plain step."""
 
 from __future__ import annotations
 

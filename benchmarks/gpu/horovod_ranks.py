@@ -1,4 +1,4 @@
-"""Horovod's own ranks with CUDA tensors: one over NCCL where it was built in, two over Gloo.
+"""Horovod ranks with CUDA tensors: one over NCCL where it was built in, two over Gloo.
 
 Gradients of ResNet-50's shapes through hvd.DistributedOptimizer, as benchmarks/resnet50_horovod.py
 runs them on the host.

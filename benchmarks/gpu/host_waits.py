@@ -1,4 +1,4 @@
-"""A step of each class, in which the host waits for nothing on the device.
+"""A step of each class, in which the host must not wait for the device.
 
 On a GPU torch raises whenever a step would wait (`set_sync_debug_mode`), over NCCL with one rank:
 Gloo itself waits. Plain DDP goes first, to see that it is not torch's own. A dense step, in which

@@ -1,4 +1,4 @@
-"""What a bare machine lacks and a section needs, made importable for the sections alone.
+"""Packages that a bare machine lacks and a section needs, made importable for sections only.
 
 Nothing is installed: the machine is somebody's. What is lent lies in a folder that goes with the
 run and stands in PYTHONPATH, so that ranks and tools of the sections see it, too.

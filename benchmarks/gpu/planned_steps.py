@@ -1,4 +1,4 @@
-"""Planned models on the device: predicted and measured peaks, and what a step costs.
+"""Planned models on the device: predicted and measured peaks, and the seconds of a step.
 
 Peaks are those of torch's allocator (`max_memory_allocated`, and `max_memory_reserved` beside it),
 less what lay there before that is no part of the step; on the CPU live storages are counted.

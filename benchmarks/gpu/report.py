@@ -1,4 +1,4 @@
-"""GPU figures of the documents, from benchmarks/results/gpu/*.json; "not measured" without a file.
+"""GPU figures of the docs, from benchmarks/results/gpu/*.json; "not measured" without a file.
 
     PYTHONPATH=.:benchmarks python -m gpu.report
 

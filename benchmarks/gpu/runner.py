@@ -1,19 +1,19 @@
-"""Prove and measure everything a GPU does: `make gpu`, and `make gpu-dry` on the CPU.
+"""Test and measure everything on a GPU: `make gpu`, and `make gpu-dry` on the CPU.
 
     PYTHONPATH=.:benchmarks python -m gpu.runner [--device cpu] [--minutes 10] [--out DIR]
                                 [--wheels DIR] [--required 0] [--no-build] [--sections NAME ...]
                                 [--without NAME ...]
 
-Needs the standard library only, to say what is missing: torch, a device, a compiler. Each section
-(sections.py) is a program of its own with a share of the time; what one leaves is the next ones'.
-It writes DIR/NAME.json as it goes; one that fails, or whose time is up, stops none behind it.
+Needs only the standard library, to say what is missing: torch, a device, a compiler. Each section
+(sections.py) is a separate program with a share of the time; unused time goes to the next ones.
+It writes DIR/NAME.json as it goes; one that fails or runs out of time does not stop the next ones.
 
-Exit status: 0 if all is well; 1 if a section failed or its time was up; 3 if there is no CUDA
+Exit status: 0 for success; 1 if a section failed or ran out of time; 3 if there is no CUDA
 device, 0 with --required 0; 4 if all ran and a figure missed its target.
 
-array-api-compat, which the project needs, is taken from SciPy's own copy where it is not installed
-itself, and Horovod likewise from wheels in .cache/gpu-wheels (lent.py). On the CPU, TensorFlow,
-Keras, Horovod, CuPy and array-api-compat are hidden, as on a GPU machine that comes bare:
+array-api-compat, which the project needs, is taken from SciPy's own copy if it is not installed,
+and Horovod likewise from wheels in .cache/gpu-wheels (lent.py). On the CPU, TensorFlow, Keras,
+Horovod, CuPy and array-api-compat are hidden, as on a bare GPU machine:
 `absent/sitecustomize.py`.
 """
 
@@ -157,11 +157,17 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/gpu")
-    parser.add_argument("--wheels", type=Path, default=ROOT / ".cache/gpu-wheels", help="Horovod's")
-    parser.add_argument("--required", type=int, choices=(0, 1), default=1, help="0: a GPU is not")
-    parser.add_argument("--no-build", action="store_true", help="the C++ lies built in place")
+    parser.add_argument(
+        "--wheels", type=Path, default=ROOT / ".cache/gpu-wheels", help="folder of Horovod's wheels"
+    )
+    parser.add_argument(
+        "--required", type=int, choices=(0, 1), default=1, help="0: no failure without a GPU"
+    )
+    parser.add_argument("--no-build", action="store_true", help="the C++ is already built")
     parser.add_argument("--sections", nargs="+", choices=names, default=names)
-    parser.add_argument("--without", nargs="+", choices=names, default=[], help="of these none")
+    parser.add_argument(
+        "--without", nargs="+", choices=names, default=[], help="leave these sections out"
+    )
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
-"""What all sections share: a file that is whole after every row, targets, and "cannot, because".
+"""Shared by all sections: a file that is complete after every row, targets, and refusals.
 
-A section is a program, so that one that crashes, or breaks the device for its process, harms no
-other: `python -m gpu.codec_seconds --device cuda --json FILE --seconds 60`. On "cpu" all sizes are
-small: that is to see whether it runs, and its figures mean nothing.
+A section is a program, so that a crash, or a device broken for its process, affects no other
+section: `python -m gpu.codec_seconds --device cuda --json FILE --seconds 60`. On "cpu" all sizes
+are small: that only checks that it runs, and its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Section:
     def __init__(self, name: str, argv: Sequence[str] | None = None) -> None:
         parser = argparse.ArgumentParser(description=f"the section {name} of make gpu")
         parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-        parser.add_argument("--json", type=Path, help="what was found is kept there")
-        parser.add_argument("--seconds", type=float, default=60.0, help="its share of the time")
+        parser.add_argument("--json", type=Path, help="file for the results")
+        parser.add_argument("--seconds", type=float, default=60.0, help="share of the time")
         args = parser.parse_args(argv)
         self.device, self.path = str(args.device), args.json
         self._ends = time.monotonic() + args.seconds

@@ -1,4 +1,4 @@
-"""The sections of `make gpu`, in the order of what would hurt most if it were wrong."""
+"""The sections of `make gpu`, the most important first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels a step spends its time in: torch's profile, and Nsight Compute's of the slowest.
+"""In which kernels a step spends its time: torch's profile, and Nsight Compute's.
 
 The text of both is kept beside the JSON. On the CPU the profile is that of ops, and no text is
 worth keeping.

@@ -1,4 +1,4 @@
-"""DenseNet-121 and Inception-v4: the nets whose layers have many readers."""
+"""DenseNet-121 and Inception-v4: nets whose layers have many readers."""
 
 from __future__ import annotations
 

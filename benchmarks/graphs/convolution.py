@@ -1,4 +1,4 @@
-"""Ways to carry out a convolution: scratch bytes against seconds, by arithmetic, not by measuring.
+"""Algorithms of a convolution: scratch bytes and seconds, computed, not measured.
 
 Libraries offer several algorithms and the fast ones want scratch memory. Their true times belong
 to one library on one card; here each is priced by the arithmetic and the bytes it must do, at the

@@ -1,4 +1,4 @@
-"""Stated devices: how long an op takes when nobody has measured it.
+"""Devices with stated figures: how long an op takes where nothing was measured.
 
 The speeds are what large kernels and pinned copies commonly attain, 60 % of the data sheet's
 arithmetic and 80 % of its bandwidth; they are assumptions, the same for every planner compared.

@@ -1,4 +1,4 @@
-"""The tape: forward ops as they are called, backward ops from them, a `sn_memory.Graph` at the end.
+"""A tape: records forward ops, derives backward ops, and makes a `sn_memory.Graph`.
 
 A training graph needs more than a layer table: what each layer keeps for its backward pass, which
 gradients are summed where a tensor was read twice, and which buffers are views of each other. The

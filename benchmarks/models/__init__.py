@@ -1,4 +1,4 @@
-"""Networks as torch modules, written anew from their papers; parameter counts are tested.
+"""Networks as torch modules, written from their papers; parameter counts are tested.
 
 from models import resnet
 model = resnet(50)      # torch.nn.Module

@@ -1,1 +1,1 @@
-"""Planners and codecs that the packages do not contain: what benchmarks compare with."""
+"""Planners and codecs that the packages do not contain, for comparison."""

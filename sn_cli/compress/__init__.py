@@ -1,4 +1,4 @@
-"""`sn compress`: what compression would cost and gain, and what there is to choose from."""
+"""`sn compress`: the predicted cost and gain of compression, and the available codecs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .predict import add_predict
 
 def add_compress(groups: Any) -> None:
     """Add the group to those of `sn`."""
-    summary = "gradients in fewer bytes: does it pay, and which methods there are"
+    summary = "compress gradients: does it pay, and which methods there are"
     group = groups.add_parser("compress", help=summary, description=f"{summary.capitalize()}.")
     commands = group.add_subparsers(required=True, metavar="predict|methods|gossip")
     add_predict(commands)

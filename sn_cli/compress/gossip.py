@@ -13,7 +13,7 @@ from sn_memory.base.progress import progress_output, report_progress
 
 from ..command import Answer, add_command, picture_file, pyplot
 
-# Okabe and Ito's palette; grey is what gossip is compared with.
+# Okabe and Ito's palette; grey is for the baselines.
 _LOOKS = {
     "all-reduce": ("#5f6368", "--"),
     "alone": ("#cc79a7", "-"),
@@ -31,17 +31,17 @@ _PANELS = {
 def add_gossip(commands: Any) -> None:
     """Add the command to its group."""
     flags = add_command(
-        commands, "gossip", _gossip, help="train many simulated ranks by gossip and by all-reduce"
+        commands, "gossip", _gossip, help="train simulated ranks by gossip and by all-reduce"
     )
-    flags.add_argument("--ranks", type=int, required=True, help="up to 1,024")
+    flags.add_argument("--ranks", type=int, required=True, help="number of ranks, up to 1,024")
     flags.add_argument("--topology", choices=NAMES, default="dissemination")
-    flags.add_argument("--rotate", action="store_true", help="new partners after each period")
+    flags.add_argument("--rotate", action="store_true", help="shuffle ranks after each period")
     flags.add_argument("--steps", type=int, default=2000)
     flags.add_argument("--rate", type=float, default=0.1, help="learning rate")
     flags.add_argument("--momentum", type=float, default=0.0)
-    flags.add_argument("--noise", type=float, default=1.0, help="of a gradient entry")
+    flags.add_argument("--noise", type=float, default=1.0, help="noise of a gradient entry")
     flags.add_argument("--seed", type=int, default=0)
-    flags.add_argument("--png", type=picture_file, metavar="FILE", help="a picture of the curves")
+    flags.add_argument("--png", type=picture_file, metavar="FILE", help="plot the curves")
     flags.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
@@ -80,7 +80,7 @@ def _draw(curves: Sequence[Curve], headline: str, path: str) -> None:
     for axes, (what, title) in zip(panels, _PANELS.items(), strict=True):
         for curve in curves:
             if what == "distance" and curve.scheme == "all-reduce":
-                continue  # zero but for rounding, which a logarithm would blow up
+                continue  # zero except for rounding, which a log axis would magnify
             colour, line = _LOOKS[curve.scheme]
             axes.plot(
                 curve.steps, getattr(curve, what), color=colour, linestyle=line, linewidth=1.6,

@@ -1,4 +1,4 @@
-"""The command `methods`: codecs by name, their settings and presets, and what runs them here."""
+"""The command `methods`: codecs by name, with settings, presets and back ends."""
 
 from __future__ import annotations
 

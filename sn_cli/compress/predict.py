@@ -1,4 +1,4 @@
-"""The command `predict`: seconds of a step by each method, and the link below which it pays.
+"""The command `predict`: seconds of a step with each method, and its break-even link.
 
 With --ranks each rank has a link of its own. With --nodes the --gpus of a node share one, and ways
 that sum inside a node first are told too, for 8 to 16,384 GPUs, with all-reduces by rings and by
@@ -27,7 +27,7 @@ from ..command import Answer, add_command, count, not_negative, picture_file, po
 PLOTTED_RANKS = tuple(2**power for power in range(1, 11))
 MOST_GPUS = 16_384
 MAPPED_GBIT = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 200, 400)
-LEAST_GAIN = 1.05  # times plain; below it plain counts as fastest
+LEAST_GAIN = 1.05  # speedup over plain; below it plain counts as fastest
 # Okabe and Ito's palette; grey is plain Horovod.
 _COLOURS = {
     "plain": "#5f6368",
@@ -48,7 +48,7 @@ def add_predict(commands: Any) -> None:
         commands,
         "predict",
         _predict,
-        help="seconds of a step by each method, and the link below which it pays",
+        help="seconds of a step with each method, and the link rate below which it pays",
         epilog="examples: sn compress predict --model resnet50 --ranks 8 --gbit 1 --overlap; "
         "sn compress predict --nodes 16 --gpus 8 --gbit 25 --inside nvlink",
     )
@@ -56,55 +56,66 @@ def add_predict(commands: Any) -> None:
         "--model", default="gpt2-small", choices=sorted(MODELS), help="(default gpt2-small)"
     )
     how_many = flags.add_mutually_exclusive_group(required=True)
-    how_many.add_argument("--ranks", type=count, help="each with a link of its own")
-    how_many.add_argument("--nodes", type=count, help="of --gpus ranks each, which share a link")
-    flags.add_argument("--gpus", type=count, help="of a node (default 8)")
+    how_many.add_argument("--ranks", type=count, help="number of ranks, each with its own link")
+    how_many.add_argument(
+        "--nodes", type=count, help="number of nodes, of --gpus ranks each, which share a link"
+    )
+    flags.add_argument("--gpus", type=count, help="GPUs per node (default 8)")
     flags.add_argument(
         "--inside",
         metavar="LINK",
-        help=f"of each GPU to the others of its node: {', '.join(INSIDE)}, or Gbit/s "
+        help=f"link of each GPU to the others of its node: {', '.join(INSIDE)}, or Gbit/s "
         "(default nvlink)",
     )
     flags.add_argument(
         "--cores",
         type=count,
-        help="of a node that trains on its CPU: its ranks share them, to compute, to encode, and "
-        "to move bytes by Gloo; left out, each rank has enough of them",
+        help="cores of a node that trains on its CPU; its ranks share them, for computing, "
+        "encoding, and Gloo's transfers (default: enough for each rank)",
     )
     flags.add_argument(
-        "--gbit", type=positive, required=True, help="of each rank's or node's link, 1e9 bits/s"
+        "--gbit",
+        type=positive,
+        required=True,
+        help="rate of each rank's or node's link, in 1e9 bits/s",
     )
     flags.add_argument(
-        "--latency-us", type=not_negative, default=50, help="of one message (default 50)"
+        "--latency-us", type=not_negative, default=50, help="latency of one message (default 50)"
     )
     flags.add_argument(
-        "--ratio", type=float, default=Settings().ratio, help="of LowRankCompression"
+        "--ratio",
+        type=float,
+        default=Settings().ratio,
+        help="ratio of LowRankCompression (default %(default)g)",
     )
     flags.add_argument(
         "--compute-ms",
         type=not_negative,
         default=0,
-        help="forward and backward pass; 0: exchange alone",
+        help="time of the forward and backward pass (default 0: only the exchange)",
     )
-    flags.add_argument("--overlap", action="store_true", help="exchange beside the backward pass")
+    flags.add_argument(
+        "--overlap", action="store_true", help="overlap the exchange with the backward pass"
+    )
     flags.add_argument(
         "--codec",
         choices=["measure", "free", *RECORDED],
         default="measure",
-        help="time the codec on one core here, or take no time for it, as bytes alone would give; "
-        "core and h200 take the rates of an AMD EPYC's and of an H200, the same everywhere",
+        help="time the codec on one core of this machine (default); free: the codec takes no time; "
+        "core, h200: recorded rates of a core of an AMD EPYC and of an H200",
     )
     flags.add_argument(
         "--plot",
         type=picture_file,
         metavar="FILE",
-        help="a picture up to 1,024 ranks; with --nodes a map of the fastest, to 16,384 GPUs",
+        help="write a plot up to 1,024 ranks; with --nodes a map of the fastest method, up to "
+        "16,384 GPUs",
     )
 
 
 def _predict(args: argparse.Namespace) -> Answer:
     settings = Settings(compression="LowRankCompression").changed(ratio=args.ratio)
-    # What is wrong is said before anything is timed.
+    # Report wrong flags before timing anything.
     link = _link(args)
     host = ALONE if args.cores is None else Host(args.cores, link.gpus, **GLOO)
     ranks = args.ranks if args.nodes is None else args.nodes * link.gpus
@@ -168,13 +179,13 @@ def _link(args: argparse.Namespace) -> Link:
                 f"--inside {name}; expected {', '.join(INSIDE)} or Gbit/s above 0"
             ) from None
         inside = Link.of_gbit(gbit, latency_s=INSIDE["pcie"].latency_s)
-    # One GPU has none beside it.
+    # A single GPU has no others in its node.
     several = {"gpus": gpus, "inside": inside} if gpus > 1 else {}
     return Link.of_gbit(args.gbit, latency_s=latency_s, tree=True, **several)
 
 
 def _sizes(gpus: int) -> list[int]:
-    """Numbers of GPUs, of one node and of twice as many each time."""
+    """Return numbers of GPUs: those of one node, doubled each time."""
     return [gpus * 2**power for power in range(1 + int(math.log2(max(1, MOST_GPUS // gpus))))]
 
 
@@ -185,7 +196,7 @@ def _fastest(
     link: Link,
     host: Host,
 ) -> dict[str, Any]:
-    """Seconds of plain's step and of the fastest way's; plain's where little is gained."""
+    """Return the seconds of a plain and of the fastest step; plain's where little is gained."""
     seconds = {
         way: step(
             of,
@@ -261,7 +272,7 @@ def _map(
     rates: Rates,
     host: Host,
 ) -> None:
-    """Which way is fastest by trees: GPUs against the link between nodes; and for a free codec."""
+    """Draw the fastest method with trees, by GPUs and link; and the same for a free codec."""
     plt = pyplot(font_size=11)
     from matplotlib.patches import Patch
 
@@ -309,7 +320,7 @@ def _plot(args: argparse.Namespace, predictions: Sequence[Prediction]) -> None:
     axes.set(xscale="log", yscale="log", xlabel="ranks", xlim=(2, PLOTTED_RANKS[-1]))
     axes.set_xscale("log", base=2)
     axes.set_xticks(PLOTTED_RANKS, [f"{ranks:,}" for ranks in PLOTTED_RANKS])
-    # Where no tick label would show, the axis could not be read.
+    # Without any tick label the axis would be unreadable.
     axes.yaxis.set_major_formatter("{x:,.5g}")
     axes.yaxis.set_minor_formatter(lambda x, _: f"{x:,.5g}" if f"{x:.0e}"[0] in "25" else "")
     axes.set_title(f"{args.model}, {args.gbit:g} Gbit/s: predicted ms of a step", loc="left")

@@ -1,4 +1,4 @@
-"""The command `check`: a plan replayed on its graph."""
+"""The command `check`: replays a plan on its graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from .graphs import GRAPH_HELP, read_graph
 
 def add_check(commands: Any) -> None:
     """Add the command to its group."""
-    parser = add_command(
-        commands, "check", _check, help="replay a plan; does it hold what it says?"
-    )
+    parser = add_command(commands, "check", _check, help="replay a plan and check its figures")
     parser.add_argument("graph", help=GRAPH_HELP)
     parser.add_argument("plan", help="plan file")
 

@@ -1,4 +1,4 @@
-"""The command `estimate`: does it fit? On what is here, or on a device of the table."""
+"""The command `estimate`: whether a model fits, on this machine or on a named device."""
 
 from __future__ import annotations
 
@@ -31,42 +31,46 @@ def add_estimate(commands: Any) -> None:
         commands,
         "estimate",
         _estimate,
-        help="what a training step of a model holds; does it fit?",
+        help="memory of a model's training step, and whether it fits",
         epilog="exit code 1: it does not fit into --budget, or on --device",
     )
     parser.add_argument("model", help=MODEL_HELP)
-    parser.add_argument("--budget", help='bytes, or "6GiB": does a step fit, and what batch does?')
+    parser.add_argument(
+        "--budget", help='bytes, or "6GiB": does a step fit, and what is the largest batch?'
+    )
     parser.add_argument(
         "--device",
-        help=f"a device that is not here ({', '.join(DEVICES)}): the largest batch that fits, in "
-        "each way to train; predicted, not measured",
+        help=f"an absent device ({', '.join(DEVICES)}): predict the largest batch that fits, for "
+        "each training method; not measured",
     )
-    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="its state counts; torch's")
-    parser.add_argument("--batch", type=_span, help="as 8; with --device 1..512 (default)")
+    parser.add_argument("--optimizer", choices=_OPTIMIZERS, help="count the state of torch's class")
+    parser.add_argument("--batch", type=_span, help="such as 8; with --device 1..512 (default)")
     parser.add_argument(
-        "--sequence", type=_powers, help="as 1024, or 128..8192: each power of two between"
+        "--sequence", type=_powers, help="such as 1024, or 128..8192: each power of two between"
     )
     parser.add_argument(
-        "--cards", type=_powers, default=[1], help="as 8, or 1..8: on so many, under FSDP2"
+        "--cards", type=_powers, default=[1], help="such as 8, or 1..8: that many, under FSDP2"
     )
-    parser.add_argument("--dtype", choices=_DTYPES, help="of the parameters; default: their own")
+    parser.add_argument("--dtype", choices=_DTYPES, help="type of parameters; default: their own")
     parser.add_argument(
         "--amp", action="store_true", help="autocast to bf16 (with --dtype fp16, fp16)"
     )
     parser.add_argument(
         "--state",
         choices=("host",),
-        help="also with the optimizer's state, and the parameters, on the host of --device",
+        help="add rows with optimizer state, and with parameters too, on the host of --device",
     )
     parser.add_argument(
         "--host-speed",
         type=positive,
         default=100.0,
         metavar="GB/S",
-        help="what the memory of that host moves, for updates that it makes (default 100, assumed)",
+        help="memory bandwidth of that host, for updates on it (default: 100, an assumption)",
     )
-    parser.add_argument("--time-limit", type=float, default=5.0, help="seconds a plan (default 5)")
-    parser.add_argument("--picture", type=picture_file, help="a PNG of the table")
+    parser.add_argument(
+        "--time-limit", type=float, default=5.0, help="seconds per plan (default 5)"
+    )
+    parser.add_argument("--picture", type=picture_file, help="PNG of the table to write")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 
@@ -105,7 +109,7 @@ def _estimate(options: argparse.Namespace) -> Answer:
 
 
 def _bytes(estimated: Any) -> dict[str, Any]:
-    """An estimate's bytes by category."""
+    """Return the bytes of an estimate by category."""
     return {f"{name}_bytes": int(getattr(estimated, f"{name}_bytes")) for name in _CATEGORIES}
 
 
@@ -180,7 +184,7 @@ def _on_device(named: GraphBinding, options: argparse.Namespace) -> Answer:
 def _setup(
     named: GraphBinding, options: argparse.Namespace, batch: int, length: int | None
 ) -> TrainingSetup:
-    """Return the model and a sample of a batch, which is resized if its function takes none."""
+    """Return the model and a sample of this batch, resized if its function takes no batch."""
     setup = named.at(batch=batch, sequence=length)
     if setup.rim.__name__ != "sn_memory.torch":
         _check_flags_of_keras(named, options)
@@ -194,7 +198,7 @@ def _setup(
 
 
 def _check_flags_of_keras(named: GraphBinding, options: argparse.Namespace) -> None:
-    """Raise PlanError for flags that would be ignored where the model is one of Keras."""
+    """Raise PlanError for flags that a Keras model would ignore."""
     if options.batch and "batch" not in named.sizes:
         raise PlanError(f"got --batch, but {named.named} has no parameter `batch`. Add one.")
     flags = ("cards", "dtype", "amp", "picture")
@@ -208,7 +212,7 @@ def _check_flags_of_keras(named: GraphBinding, options: argparse.Namespace) -> N
 
 
 def _refuse(options: argparse.Namespace, flags: Sequence[str], why: str) -> None:
-    """Raise PlanError where one of the flags is set."""
+    """Raise PlanError if one of the flags is set."""
     for flag in flags:
         if getattr(options, flag) not in (None, False, [1]):
             raise PlanError(f"got --{flag} {why}")
@@ -223,7 +227,7 @@ def _optimizer(options: argparse.Namespace, setup: TrainingSetup) -> Any:
 
 
 def _span(text: str) -> tuple[int, int]:
-    """Two numbers, of which one may be left out."""
+    """Parse one number or two."""
     match = re.fullmatch(r"(\d+)(?:\.\.(\d+))?", text)
     if match is None or not int(match[1]) or int(match[2] or match[1]) < int(match[1]):
         raise argparse.ArgumentTypeError(f"got {text!r}, expected a number, or two as 1..8")
@@ -231,7 +235,7 @@ def _span(text: str) -> tuple[int, int]:
 
 
 def _powers(text: str) -> Sequence[int]:
-    """A number; or two, and the first doubled as often as it stays below the second."""
+    """Parse a number, or a range in which the first number is doubled up to the second."""
     low, high = _span(text)
     powers = [low]
     while powers[-1] * 2 <= high:

@@ -1,4 +1,4 @@
-"""The command `export`: the graph of a model's training step, as a file."""
+"""The command `export`: writes the graph of a model's training step to a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .naming import MODEL_HELP, read_model
 def add_export(commands: Any) -> None:
     """Add the command to its group."""
     parser = add_command(
-        commands, "export", _export, help="write the graph of a model's training step from a script"
+        commands, "export", _export, help="write the graph of a model's training step"
     )
     parser.add_argument("model", help=MODEL_HELP)
     parser.add_argument("-o", "--output", type=output_file, required=True, help="the graph file")
@@ -24,9 +24,9 @@ def add_export(commands: Any) -> None:
         "--times",
         choices=("measured", "computed"),
         default="measured",
-        help="of ops: timed here (default), or computed from bytes and flops, which takes no time",
+        help="times of ops: measured here (default), or computed from bytes and flops",
     )
-    parser.add_argument("--device", help="a device of the table that it is to run on, as h100")
+    parser.add_argument("--device", help="a named device to trace the step for, such as h100")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 

@@ -1,4 +1,4 @@
-"""The picture of what fits a device: the largest batch of each way to train, and its bytes."""
+"""The picture of what fits a device: the largest batch by training method, and its bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ROOM: Final = "#c0392b"
 
 
 def save_fits(fits: Sequence[Fit], path: str) -> None:
-    """Write a PNG of what was found for a device, at one length or at several."""
+    """Write a PNG of the results for a device, at one sequence length or at several."""
     chart = blank(
         (11, 4.6), "a picture needs matplotlib, which is not installed; the table does not."
     )
@@ -52,7 +52,7 @@ def _by_length(axes: Any, fits: Sequence[Fit]) -> None:
             lines.setdefault(way.name, []).extend([(fit.length, way.batch)] if way.batch else [])
     for number, (name, points) in enumerate(lines.items()):
         style = "--o" if name.endswith("FSDP2") else "-o"
-        # Lines that coincide are told apart by their marks: later ones are smaller.
+        # Markers distinguish lines that coincide: later ones are smaller.
         axes.plot(*np.array(points).reshape(-1, 2).T, style, markersize=max(3, 11 - number),
                   label=name if points else None)  # fmt: skip
     axes.set_xscale("log", base=2)
@@ -66,11 +66,11 @@ def _by_length(axes: Any, fits: Sequence[Fit]) -> None:
 
 
 def _bytes(axes: Any, fits: Sequence[Fit]) -> None:
-    """Stack what the ways hold whose bytes are told by category."""
+    """Stack the bytes of the methods that have bytes by category."""
     bars: dict[str, Mapping[str, int]] = {}
     for fit in fits:
         for way in fit.ways:
-            # At several lengths the bars of cards as well would be too many to read.
+            # At several lengths, bars for cards too would be too many to read.
             if way.bytes and (len(fits) == 1 or way.cards == 1):
                 length = f"\nlength {fit.length}" if len(fits) > 1 else ""
                 bars[f"{way.name}\nbatch {way.batch}{length}"] = way.bytes

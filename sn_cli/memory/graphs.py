@@ -1,4 +1,4 @@
-"""Graphs for the commands: a file, or one of those that come with the package."""
+"""Graphs for the commands: a file, or one that comes with the package."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ EXAMPLES = {
     "transformer12": "a decoder of 12 layers, batch 4",
     "unet": "U-Net, batch 8",
 }
-"""Names of the graphs that are shipped, and what they are; scripts/example_graphs.py makes them."""
+"""Names and descriptions of the shipped graphs, made by scripts/example_graphs.py."""
 
 GRAPH_HELP = "graph file (docs/graph_format.md), or a shipped example: " + ", ".join(EXAMPLES)
 
 
 def read_graph(named: str) -> Graph:
-    """The graph of a file, or of an example where there is no file of that name.
+    """Return the graph of a file, or an example graph if there is no file of that name.
 
     Raises GraphError for what is no graph, and where there is neither; OSError for what cannot be
     read.

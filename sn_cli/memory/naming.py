@@ -1,4 +1,4 @@
-"""What a model is called on the command line: a function, or a configuration.
+"""Names of models on the command line: a function, or a configuration.
 
     script.py:function          the script is run as a module is imported
     package.module:function     imported, from where Python finds modules and from this folder
@@ -30,7 +30,7 @@ MODEL_HELP = (
     "model. For example examples/torch_memory.py:step"
 )
 _EXPECTED = "expected script.py:function, package.module:function or a config.json."
-# The library a model's class comes from, and what reads it.
+# Library of a model's class, and the rim that reads it.
 _RIMS = {
     "torch": "sn_memory.torch",
     "keras": "sn_memory.tensorflow",
@@ -39,7 +39,7 @@ _RIMS = {
 
 
 class TrainingSetup(NamedTuple):
-    """A model, its input, its optimizer or None, and what reads models of its library."""
+    """A model, its input, its optimizer or None, and the rim of its library."""
 
     model: Any
     sample: Any
@@ -53,9 +53,9 @@ class GraphBinding:
     Parameters
     ----------
     named
-        What was written.
+        The name as given.
     make
-        Makes it, at a batch and a length of sequence where it takes them.
+        Builds it, at a batch and a sequence length where it takes them.
     sizes
         Which of `batch` and `sequence` it takes.
     """
@@ -65,7 +65,7 @@ class GraphBinding:
         self._make = make
 
     def at(self, **sizes: int | None) -> TrainingSetup:
-        """Return the model and its sample; PlanError says what they should have been."""
+        """Return the model and its sample; PlanError says what was expected."""
         wanted = {
             key: size for key, size in sizes.items() if size is not None and key in self.sizes
         }
@@ -89,7 +89,7 @@ class GraphBinding:
 
 
 def read_model(named: str) -> GraphBinding:
-    """Find what a name stands for; PlanError says what is wrong with it."""
+    """Resolve a name; PlanError says what is wrong with it."""
     if named.endswith(".json"):
         return _of_configuration(named)
     path, _, name = named.rpartition(":")
@@ -110,9 +110,9 @@ def read_model(named: str) -> GraphBinding:
 
 @contextmanager
 def _of_user(named: str) -> Iterator[None]:
-    """Say of code that is not ours that it failed; its own exit code would be taken as our answer.
+    """Report that user code failed; its own exit code would be taken as our answer.
 
-    A library that is missing is said as everywhere.
+    A missing library is reported as everywhere else.
     """
     try:
         yield
@@ -126,7 +126,7 @@ def _of_user(named: str) -> Iterator[None]:
 def _names_of_script(path: str) -> dict[str, Any]:
     if not Path(path).is_file():
         raise PlanError(f"there is no file {path}; {_EXPECTED}")
-    # As where the script is started by itself, it may import what lies beside it.
+    # As when it is started directly, the script may import its neighbours.
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
         with _of_user(path):

@@ -1,4 +1,4 @@
-"""The command `pack`: addresses for the buffers of a CSV file."""
+"""The command `pack`: places the buffers of a CSV file in one arena."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def add_pack(commands: Any) -> None:
         commands,
         "pack",
         _pack,
-        help="addresses in one arena for buffers with lifetimes",
+        help="place buffers with known lifetimes in one arena",
         epilog="exit code 1: no packing within --capacity was found; the message states whether "
         "one can exist",
     )
-    parser.add_argument("buffers", help="CSV file: id,lower,upper,size and perhaps alignment")
-    parser.add_argument("--capacity", help='bytes, or "1MiB"; without it as few as can be found')
+    parser.add_argument("buffers", help="CSV file: id,lower,upper,size and optionally alignment")
+    parser.add_argument("--capacity", help='bytes, or "1MiB"; default: the fewest that it finds')
     parser.add_argument(
-        "-o", "--output", type=output_file, help="where the same rows go, with their offsets"
+        "-o", "--output", type=output_file, help="CSV file to write: the rows with their offsets"
     )
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")

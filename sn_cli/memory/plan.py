@@ -1,4 +1,4 @@
-"""The command `plan`: a graph planned within a budget."""
+"""The command `plan`: plans a graph within a budget."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ def add_plan(commands: Any) -> None:
         commands,
         "plan",
         _plan,
-        help="plan a graph within a budget of bytes",
+        help="plan a graph within a memory budget",
         epilog="exit code 1: no plan keeps the budget; the smallest peak found is printed",
     )
     parser.add_argument("graph", help=GRAPH_HELP)
     parser.add_argument(
         "--budget",
-        help='bytes, "4GiB", or "60%%" (0.6) of the graph\'s own peak; else the room of --device',
+        help='bytes, "4GiB", or "60%%" (0.6) of the unplanned peak; default: all of --device',
     )
     parser.add_argument(
-        "--device", help="speeds of a device of the table, as h100, in place of the graph's own"
+        "--device", help="a named device, such as h100, whose speeds replace the graph's own"
     )
     parser.add_argument(
-        "-o", "--output", type=output_file, help="where the plan goes; without it only a summary"
+        "-o", "--output", type=output_file, help="plan file to write; default: only a summary"
     )
     parser.add_argument(
         "--planner", default="auto", choices=["auto", *planner_names()], help="default: auto"
     )
     parser.add_argument(
-        "--techniques", default=",".join(TECHNIQUES), help="what auto may do (default %(default)s)"
+        "--techniques", default=",".join(TECHNIQUES), help="what auto may use (default %(default)s)"
     )
     parser.add_argument("--time-limit", type=float, default=60.0, help="seconds (default 60)")
     parser.add_argument(
-        "--deterministic", action="store_true", help="count work in place of seconds"
+        "--deterministic", action="store_true", help="count work instead of seconds"
     )
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
@@ -89,7 +89,7 @@ def _plan(options: argparse.Namespace) -> Answer:
 
 
 def _summary(plan: Plan) -> str:
-    """What a plan does, in a few lines."""
+    """Return a summary of a plan in a few lines."""
     counts = Counter(decision.technique for decision in plan.decisions)
     done = ", ".join(f"{count} {technique}" for technique, count in sorted(counts.items()))
     sources = ", ".join(f"{count} {source}" for source, count in plan.seconds_sources.items())

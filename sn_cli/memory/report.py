@@ -1,4 +1,4 @@
-"""The command `report`: tables on the terminal, a page and a picture in files."""
+"""The command `report`: prints tables, and writes a page and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def add_report(commands: Any) -> None:
     parser.add_argument("graph", help=GRAPH_HELP)
     parser.add_argument("plan", help="plan file")
     parser.add_argument(
-        "-o", "--output", type=page_file, help="HTML page to write; it needs no other file"
+        "-o", "--output", type=page_file, help="HTML page to write; it embeds the picture"
     )
     parser.add_argument("--png", type=picture_file, help="picture to write")
     parser.add_argument(
@@ -29,9 +29,7 @@ def add_report(commands: Any) -> None:
         help="planners to compare with, for the same budget: names with commas, all (default), or "
         "none",
     )
-    parser.add_argument(
-        "--rows", type=int, default=40, help="decisions on the terminal (default 40)"
-    )
+    parser.add_argument("--rows", type=int, default=40, help="decisions to print (default 40)")
     parser.add_argument("--quiet", action="store_true", help="no progress on standard error")
 
 

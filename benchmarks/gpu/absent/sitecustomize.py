@@ -1,4 +1,4 @@
-"""Hide packages from an interpreter and from all it starts: those named in SN_ABSENT.
+"""Hide packages, named in SN_ABSENT, from an interpreter and from all that it starts.
 
 With this folder first in PYTHONPATH, `SN_ABSENT=cupy,horovod` makes `import cupy` raise and
 `find_spec("cupy")` return None, as on a machine that lacks them. A finder put before the others

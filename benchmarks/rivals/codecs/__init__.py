@@ -1,4 +1,4 @@
-"""Codecs that only benchmarks use, by name beside those of sn_compress.
+"""Codecs that only benchmarks use, by name, in addition to those of sn_compress.
 
 from rivals.codecs import codec
 payload = codec("dgc", theta=0.99).encode(gradient)

@@ -1,4 +1,4 @@
-"""A codec in the manner of DeMo: the cosine transform of small chunks, top-k in each.
+"""A codec like DeMo's: the cosine transform of small chunks, top-k in each.
 
 DeMo (Peng, Quesnelle, Kingma, arXiv 2411.19870) is an optimizer: its momentum is the memory, what
 is sent leaves it, and the sign of what arrives is the step. This is the part that goes over the

@@ -1,4 +1,4 @@
-"""Planners of the literature that sn_memory does not contain, and all planners by name.
+"""Planners from the literature that sn_memory does not contain, and all planners by name.
 
 from rivals.planners import PLANNERS
 plan = PLANNERS["dtr"](graph, budget_bytes=1 << 30)      # a sn_memory.Plan

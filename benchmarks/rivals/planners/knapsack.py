@@ -1,4 +1,4 @@
-"""`knapsack`: what torch.compile's `activation_memory_budget` decides by.
+"""`knapsack`: the rule of torch.compile's `activation_memory_budget`.
 
 Items are the storages saved for the backward pass; saving one costs its bytes and is worth the
 seconds of making it. Two things are left out, as they are there: rebuilding one may need others to

@@ -1,4 +1,4 @@
-"""Plans of a planner that has one free number, scored once per graph and asked at many budgets.
+"""Plans of a planner with one free parameter, scored once per graph, for many budgets.
 
 The number (bytes of a segment, capacity of a knapsack, how many storages leave) does not know the
 budget, so its plans are the same for every budget. Only their peaks and seconds are remembered:

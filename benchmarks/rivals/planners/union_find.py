@@ -1,4 +1,4 @@
-"""Groups of evicted storages that hang together, with their summed seconds: union-find."""
+"""Connected groups of evicted storages, with their summed seconds: union-find."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`offload_conv`, after vDNN (Rhu et al., MICRO 2016): inputs of convolutions leave.
+"""`offload_conv`, after vDNN (Rhu et al., MICRO 2016): offloads inputs of convolutions.
 
 The input of a convolution is copied out while the convolution runs, which waits for the copy before
 the next layer starts, and comes back one convolution ahead of its use. Nothing is recomputed. With

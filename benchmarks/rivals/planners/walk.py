@@ -1,4 +1,4 @@
-"""What these planners share: decisions followed through a graph, and the plan of it.
+"""Shared by these planners: follow decisions through a graph, and make its plan.
 
 sn_memory's own planners are choices that its simulator carries out. Here a policy says which
 storages are dropped, and what happens after a rebuild. `origins` says until when each storage can
