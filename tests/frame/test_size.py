@@ -14,36 +14,36 @@ MOST_LINES = 600  # of a file: in a longer one lives more than one concept
 # Room: its folders or files, its cap today, its line budget. What has a row of its own does not
 # count for the folder around it.
 ROOMS: dict[str, tuple[tuple[str, ...], int, int]] = {
-    "base": (("base",), 926, 650),
+    "base": (("base",), 928, 650),
     "graph": (("graph",), 1241, 1150),
-    "cost": (("cost",), 1225, 800),
+    "cost": (("cost",), 1224, 800),
     "check": (("check.py",), 377, 430),
-    "run, report": (("run", "report"), 2070, 1350),
-    "pool": (("pool",), 948, 800),
-    "plan": (("plan",), 1906, 1500),
+    "run, report": (("run", "report"), 2065, 1350),
+    "pool": (("pool",), 949, 800),
+    "plan": (("plan",), 1904, 1500),
     "plan/search": (("plan/search",), 1198, 1700),
-    "plan/policies": (("plan/policies.py",), 464, 300),
-    "activations": (("activations",), 893, 800),
-    "apoptosis": (("apoptosis",), 3140, 2600),
-    "torch: plan, estimate, verify, planned": (("torch",), 3444, 1700),
-    "torch: target device": (("torch/target",), 1278, 700),
+    "plan/policies": (("plan/policies.py",), 465, 300),
+    "activations": (("activations",), 894, 800),
+    "apoptosis": (("apoptosis",), 3141, 2600),
+    "torch: plan, estimate, verify, planned": (("torch",), 3451, 1700),
+    "torch: target device": (("torch/target",), 1276, 700),
     "torch: guards": (("torch/model",), 3363, 1700),
-    "torch: trace": (("torch/trace",), 3278, 2300),
-    "torch: eager": (("torch/eager",), 1933, 1500),
-    "torch: host": (("torch/state", "torch/host"), 1738, 1300),
+    "torch: trace": (("torch/trace",), 3276, 2300),
+    "torch: eager": (("torch/eager",), 1937, 1500),
+    "torch: host": (("torch/state", "torch/host"), 1739, 1300),
     "torch: compile": (("torch/compile",), 955, 700),
     "torch: policy": (("torch/policy",), 1192, 750),
     "torch: regions": (("torch/regions",), 2115, 900),
-    "torch: modules": (("torch/modules",), 1034, 550),
+    "torch: modules": (("torch/modules",), 1035, 550),
     "torch: activations": (("torch/activations",), 2479, 1200),
-    "tensorflow": (("tensorflow",), 6711, 4200),
+    "tensorflow": (("tensorflow",), 6713, 4200),
 }
-TOTAL = (44_032, 28_000)
+TOTAL = (44_039, 28_000)
 MOST_FILES = (170, 170)
 # Of sn_compress, whose rooms have no budgets of their own. Raised for ranks by nodes and for the
 # shards of FSDP2 (decisions 98, 99, 100), in TensorFlow, too, for casts (103), for predicting
 # nodes and for cores that ranks share (108), and groups in vectors (110).
-COMPRESS_LINES = (27_919, 19_500)
+COMPRESS_LINES = (27_972, 19_500)
 COMPRESS_FILES = (119, 120)
 
 
