@@ -11,6 +11,8 @@ from sn_memory.tensorflow import trace
 from sn_memory.tensorflow.trace import op_seconds
 from sn_memory.tensorflow.trace.op_seconds import circumstances, is_cost
 
+MEASURED = op_seconds._seconds
+
 
 @pytest.fixture
 def folder(monkeypatch, tmp_path):
@@ -66,8 +68,9 @@ def test_another_setting_is_another_time(folder, monkeypatch):
 
 
 def test_what_is_a_cost():
-    assert all(map(is_cost, ([None, 0], [0.5, 8], [0, 0])))
-    assert not any(map(is_cost, (None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {})))
+    assert all(map(is_cost, ([0.5, 8], [0, 0])))
+    others = (None, 1.0, [], [1.0], [1.0, -1], [1.0, 2**62], [1.0, 0.5], {}, [None, 0])
+    assert not any(map(is_cost, others))
 
 
 def test_a_device_by_name_gives_speeds_and_times_nothing():
@@ -79,3 +82,28 @@ def test_a_device_by_name_gives_speeds_and_times_nothing():
                               if op.kind != "loss"}  # fmt: skip
     with pytest.raises(ValueError, match="got device 'cuda', expected one of"):
         trace(model, sample, device="cuda")
+
+
+def test_what_was_not_timed_is_not_kept(folder, monkeypatch):
+    monkeypatch.setattr(op_seconds, "_seconds", lambda *_: None)
+    assert graph().ops
+    assert not folder.exists()
+
+
+def test_ops_are_run_at_their_sizes(folder, monkeypatch):
+    """Convolutions are told the sizes of their gradients by an op whose value was not known: given
+    zeros, oneDNN's kernels did nothing, and those of float64 raised and had no scratch."""
+    monkeypatch.setattr(op_seconds, "_seconds", MEASURED)
+    shape = (16, 24, 24, 16)
+    layers = [keras.layers.Conv2D(16, 3, padding="same", dtype="float64") for _ in range(2)]
+    model = keras.Sequential([keras.Input(shape[1:], dtype="float64"), *layers])
+    ops = trace(model, tf.TensorSpec(shape, tf.float64)).graph.ops
+    scratch = [it.workspaces for it in ops if it.name.endswith("Conv2DBackpropFilter")]
+    assert len(scratch) == 2
+    assert all(it[0].bytes > 1 << 20 for it in scratch)
+
+    with tf.Graph().as_default():
+        unknown = tf.raw_ops.Fill(dims=tf.compat.v1.placeholder(tf.int32, (2,)), value=1.0)
+    assert op_seconds._seconds(unknown.op, "CPU:0", "mark") is not None
+    unknown.set_shape((64, 64))
+    assert op_seconds._seconds(unknown.op, "CPU:0", "mark") is None

@@ -71,8 +71,12 @@ def passes_on(op: Any) -> bool:
     return True
 
 
-# The value of a tensor that is known without running anything; else None.
-constant = tf.get_static_value
+def constant(tensor: Any) -> Any:
+    """Return the value of a tensor that is known without running anything; else None."""
+    if tensor.op.type == "ShapeN":  # TensorFlow knows `Shape` alone; Keras' convolutions use this
+        shape = tensor.op.inputs[tensor.value_index].shape
+        return np.array(shape.as_list(), np.int64) if shape.is_fully_defined() else None
+    return tf.get_static_value(tensor)
 
 
 def nbytes(tensor: Any) -> int | None:

@@ -42,9 +42,8 @@ class MeasuredCosts(OpTimes):
         self.device = device
 
     def __call__(self, node: Node) -> Cost:
-        # Nodes for which there was no time are estimated by the roofline.
-        seconds, space = self.table.get(self._key(node), (None, 0))
-        return seconds, int(space or 0)
+        # What there was no time for, or could not be timed, is left to the roofline.
+        return self.table.get(self._key(node)) or (None, 0)
 
     def measure(self, nodes: Iterable[Node]) -> None:
         """Measure nodes that are not in the table yet."""
@@ -52,17 +51,14 @@ class MeasuredCosts(OpTimes):
         if not missing:
             return
         # One trace for all: TensorFlow logs a few lines for each one that is opened.
-        with (
-            Allocations(self.device)
-            if has_statistics(self.device)
-            else nullcontext() as allocations
-        ):
+        counted = Allocations(self.device) if has_statistics(self.device) else nullcontext()
+        with counted as allocations:
             timed = while_time_lasts(
                 {key: partial(_seconds, op, self.device, MARK + key) for key, op in missing.items()}
             )
         scratch = allocations.scratch_bytes if allocations else {}
         for key, seconds in timed.items():
-            self.table[key] = [seconds, scratch.get(MARK + key, 0)]
+            self.table[key] = None if seconds is None else [seconds, scratch.get(MARK + key, 0)]
 
     def _key(self, node: Node) -> str:
         return self.key(signature(node.op))
@@ -94,12 +90,11 @@ def _elements(op: Any) -> int:
 
 
 def is_cost(value: Any) -> bool:
-    """Whether a value read from a file is a Cost: seconds or None, and bytes."""
+    """Say whether a value read from a file is a Cost that was measured: seconds and bytes."""
     if not isinstance(value, list) or len(value) != 2:
         return False
     seconds, space = value
-    is_int = type(space) is int and 0 <= space < 2**62
-    return is_int and (seconds is None or is_seconds(seconds))
+    return is_seconds(seconds) and type(space) is int and 0 <= space < 2**62
 
 
 def circumstances() -> str:
@@ -119,7 +114,7 @@ def cache_name(device: str) -> str:
         if card.name.endswith(device):
             device = tf.config.experimental.get_device_details(card).get("device_name", device)
     threads = tf.config.threading.get_intra_op_parallelism_threads() or os.cpu_count()
-    return f"op-costs-3-{plain_name(f'{device}-{threads}')}-tensorflow-{tf.__version__}.json"
+    return f"op-costs-4-{plain_name(f'{device}-{threads}')}-tensorflow-{tf.__version__}.json"
 
 
 def signature(op: Any) -> str:
@@ -172,7 +167,9 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
             with tf.profiler.experimental.Trace(mark):
                 # Held beyond the mark: what is freed within it counts as workspace.
                 result = work()
-            del result
+            # Sizes that are not known were filled with zeros, at which some kernels do nothing.
+            for got, expected in zip(result, op.outputs, strict=True):
+                expected.shape.assert_is_compatible_with(got.shape)
             return seconds
     # Odd ops do not run on synthetic values: an index out of range, a shape that is not known.
     except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
@@ -186,12 +183,11 @@ def _filled(tensor: Any) -> Any:
     known = kernels.constant(tensor)
     if known is not None:
         return tf.constant(known, tensor.dtype)
-    shape = tensor.shape.as_list()
     if tensor.dtype.is_floating:
-        # Not zeros: denormals and zeros are slower or faster than values in training.
-        return tf.cast(tf.random.uniform(shape, 0.1, 1.0), tensor.dtype)
+        # Not zeros: denormals and zeros are slower or faster than what training sees.
+        return tf.cast(tf.random.uniform(tensor.shape, 0.1, 1.0), tensor.dtype)
     # Indices: 0 is in every range.
-    return tf.zeros(shape, tensor.dtype)
+    return tf.zeros(tensor.shape, tensor.dtype)
 
 
 def _best(work: Callable[[], Any]) -> float:
