@@ -182,7 +182,7 @@ def test_an_open_batch_runs_layers_again():
     step = relaxed(budgeted)
     with pytest.warns(
         rim.PlanWarning,
-        match=r"float32\[None, 128\]: layers run again \(on \[4096, 128\].*is open \(None\)",
+        match=r"float32\[None, 128\]: layers run again \(on \[4096, 128\].*is unknown \(None\)",
     ) as said:
         found = step(rows(4096))
     assert len(said) == 1
@@ -248,7 +248,7 @@ def test_what_cannot_be_traced_runs_layers_again_or_raises_if_strict(untraceable
     budgeted = rim.plan(mlp(), rows(1024), "80%", strict=True, **SETTINGS)
     with pytest.raises(PlanError, match=r"strict.*\[600, 128\].*nobody has seen.*Plan it ahead"):
         step_of(budgeted)(rows(600))
-    with pytest.raises(PlanError, match=r"strict.*\[None, 128\].*is open"):
+    with pytest.raises(PlanError, match=r"strict.*\[None, 128\].*is unknown"):
         relaxed(budgeted)(rows(1024))
     with pytest.raises(PlanError, match=r"strict.*eagerly"):
         budgeted(rows(1024), training=True)

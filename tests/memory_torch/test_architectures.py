@@ -72,8 +72,8 @@ def test_by_graph(name, monkeypatch):
 def test_by_parts(name, monkeypatch):
     found = row(name, monkeypatch)
     if found["chosen"] == "graph" and torch.__version__ >= "2.15":
-        # There its whole step can be traced, and is right but for rounding.
-        assert "but for rounding" in found["reason"]
+        # There its whole step can be traced, and is right except for rounding.
+        assert "except for rounding" in found["reason"]
         assert found["difference"] < 1e-6
         return
     assert found["chosen"] == ("modules" if name == "GAT" else "regions"), found["reason"]

@@ -85,7 +85,7 @@ def of_meta(**settings):
 
 
 PERCENT = 'budget is 70 B, for percent pass "70%"'
-ALONE = "parameters, inputs and what else is there .* take 28.53 KiB alone"
+ALONE = "parameters, inputs and everything else .* take 28.53 KiB alone"
 EXPORTED = r"torch.export.*planned Sequential.*copy.deepcopy\(model\)"
 INFERENCE = r"tensor 0 of the sample was made in torch.inference_mode.*clone\(\)"
 CASES = [

@@ -89,7 +89,7 @@ def test_a_model_for_a_new_process_says_that_it_is_plain():
     pickle.dumps(planned)
     set_spawning_popen(object())  # as while a Process is pickled
     try:
-        with pytest.warns(PlanWarning, match="without its plan there"):
+        with pytest.warns(PlanWarning, match="where it has no plan"):
             pickled = pickle.dumps(planned)
     finally:
         set_spawning_popen(None)

@@ -66,7 +66,7 @@ def test_a_step_that_fails_or_has_other_results_is_not_used(otherwise, words):
 
 def test_a_step_that_rounds_otherwise_says_so():
     model, sample = asks_for_fakes(lambda x: x * 3 / 3), torch.randn(64, 32)
-    with pytest.warns(PlanWarning, match="but for rounding.*reads values .*test_trial.py"):
+    with pytest.warns(PlanWarning, match="except for rounding.*reads values .*test_trial.py"):
         planned = plan(model, sample, "80%", **SETTINGS)
     assert planned.sn_memory.backend == "graph"
     assert 0 < planned.sn_memory.trial.difference < 1e-6
@@ -105,7 +105,7 @@ def test_a_baseline_that_is_not_the_plain_steps_is_in_the_notes(monkeypatch):
     found = trial.Trial(True, {}, plain_peak_bytes=whole * 100 // 102)
     monkeypatch.setattr(planning, "tried", lambda *_, **__: found)
     (note,) = [it for it in plan(model, sample, "100%").sn_memory.plan.notes if "plain step" in it]
-    assert "(+2.0 %) as traced" in note
+    assert "(+2.0 %) by its trace" in note
 
 
 def test_reentrant_checkpoints_lead_to_modules():
@@ -139,7 +139,9 @@ WRONG = {
 def test_a_sample_on_which_the_model_fails_is_refused_with_its_error_and_shape(name):
     """Its plan, and a budget in percent, would be those of a step that cannot run."""
     model, sample, described, own = WRONG[name]
-    words = f"does not run on the sample, {described}: .*{own}.*Pass a sample that the model takes"
+    words = (
+        f"does not run on the sample, {described}: .*{own}.*Pass a sample that the model accepts"
+    )
     with pytest.raises(TraceError, match=words):
         plan(model, sample, "100%", **SETTINGS)
     if name in ("doubles", "range"):  # which tensors without values do not show
