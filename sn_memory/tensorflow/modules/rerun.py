@@ -201,7 +201,7 @@ def _replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        # Not set to the class's method: `check_model` would take it for a replaced one.
+        # Removed, not set to the class's method: `check_model` rejects a call on the instance.
         if before is None:
             thing.__dict__.pop(name, None)
         else:
