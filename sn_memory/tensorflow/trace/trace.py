@@ -143,7 +143,7 @@ def trace(
             captured, name=name, device=rates, costs=costs, allocator="tensorflow", extra=extra
         )
 
-    # First with seconds by the roofline, to learn which ops are to be measured.
+    # First with seconds by the roofline, to find out which ops to measure.
     named = graph_of(lambda node: (None, 0))
     if profile:
         costs = MeasuredCosts(place)
