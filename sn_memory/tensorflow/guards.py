@@ -1,4 +1,4 @@
-"""What a plan of ops depends on: the arguments of the model's call, and settings of its layers.
+"""Validity of a plan of ops: the arguments of the model's call, and settings of its layers.
 
 A plan is valid for the arguments it was traced with: the same names, the same structure, tensors of
 the same shapes and dtypes, and equal values of everything else. An additional flag or mask makes a

@@ -25,7 +25,7 @@ from .target import bfc_settings
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
-# What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` needs.
+# Runs a call as planned: both have `plan`, `run`, `settings` and what `verify` needs.
 Step = Program | LayerStep
 # How many kinds of input met during training are kept: each holds a traced graph.
 KINDS = 32

@@ -174,7 +174,7 @@ class Buffers:
         if self.inside or value in self._foreign or tensor.dtype.name in ("variant", "string"):
             self.uncounted.append(tensor.name)
             return 0
-        # What is left out may have any size.
+        # Values that are left out may have any size.
         at = self.producer.get(value)
         if at is not None and at not in self.needed:
             return 0

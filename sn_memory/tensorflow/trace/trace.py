@@ -191,7 +191,7 @@ def optimizer_bytes(model: Any, optimizer: Any) -> int:
     try:
         built = optimizer if optimizer.built else _built_twin(optimizer, model)
         return sum(map(bytes_of, built.variables))
-    except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything
+    except Exception as error:  # noqa: BLE001 - custom optimizers may raise anything
         warn(
             f"the variables of {type(optimizer).__name__} are unknown before its first step "
             f"({type(error).__name__}: {error}), so none are counted. Build it first, or leave "
