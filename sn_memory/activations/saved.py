@@ -1,10 +1,10 @@
-"""What a model saves: per tensor the error and bytes at given bits, and the bits a budget allows.
+"""Saved tensors of a model: error and bytes of each at given bits, and the bits a budget allows.
 
-Several saved tensors may lie in one memory, which is counted once. Under a budget, inputs of linear
+Several saved tensors may share one memory, which is counted once. Under a budget, inputs of linear
 ops get bits from 1 up, where a bit helps most. The error of a tensor falls with each width by more
-than its bytes grow, so the greedy order is the best one, but for the last step taken. What norms
-read is reduced to 4 and 2 bits, all alike, until at least 2 bits are left for the linear ones;
-then, if it is allowed, what is not linear.
+than its bytes grow, so the greedy order is optimal except for the last step. The inputs of norms
+are reduced to 4 and 2 bits, all alike, until at least 2 bits are left for the linear ones; then, if
+allowed, the tensors that are not linear.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..base.sizes import show_bytes
 from ..plan.plan import BudgetError
 
 LossyTreatment = Literal["linear", "norm", "nonlinear"]
-"""Of what is lossy, what the op's backward pass is to it: see Treatment."""
+"""Lossy treatments, by how the op's backward pass uses the tensor: see Treatment."""
 Treatment = Literal["linear", "norm", "sign", "mask", "shape", "nonlinear", "exact"]
-"""How what an op saved is kept.
+"""How a tensor that an op saved is kept.
 
 linear      lossy and unbiased, at the bits the controller chooses
-norm        the same, with grids of each row's own, and 2 bits or more: in x, normalized by the mean
-            and deviation that are kept, dx = g - mean(g) - x mean(g x) is linear but for one part
-            in the length of a row, where an element's error meets itself
+norm        the same, with separate grids per row, and 2 bits or more: in x, normalized by the kept
+            mean and deviation, dx = g - mean(g) - x mean(g x) is linear except for one part in the
+            length of a row, where an element's error is multiplied by itself
 sign        whether it is above zero: 1 bit
-mask        which of two values: 1 bit, if it does hold two, else as "nonlinear"
-shape       nothing but its shape and type
-nonlinear   lossy and unbiased, at 8 bits unless a budget says otherwise
-exact       as it is
+mask        which of two values: 1 bit, if it has only two values, else as "nonlinear"
+shape       nothing but its shape and dtype
+nonlinear   lossy and unbiased, at 8 bits unless a budget requires fewer
+exact       unchanged
 """
 
 _TABLE: Final[dict[Treatment, frozenset[str]]] = {
@@ -45,8 +45,8 @@ _TABLE: Final[dict[Treatment, frozenset[str]]] = {
     "sign": frozenset(("relu", "relu_", "leaky_relu", "leaky_relu_")),
     "mask": frozenset(("dropout", "dropout1d", "dropout2d", "dropout3d")),
     "shape": frozenset(("max_pool1d", "max_pool2d", "max_pool3d", "nll_loss")),
-    # What follows from comparing values, or is an exponent; and what is not written yet when it is
-    # saved (RReLU's noise, of torch's ops alone), so that the tensor itself has to be kept.
+    # Values that are compared, or exponents; and tensors not yet written when saved (only RReLU's
+    # noise among torch's ops), so that the tensor itself has to be kept.
     "exact": frozenset(
         (
             *("embedding", "ctc_loss", "logsumexp", "threshold", "threshold_", "max", "min"),
@@ -60,21 +60,21 @@ _BY_OP: Final = {op: kind for kind, ops in _TABLE.items() for op in ops}
 def treatment(op: str) -> Treatment:
     """Return how floats of the size of its input that this op saved are kept.
 
-    Unbiased errors are harmless where the backward pass is linear in what was saved (inputs of
-    matrix products and convolutions: arXiv 2605.01255), and nowhere else. A ReLU asks for signs
-    only, a dropout for its mask, a pooling layer for indices and a shape: these are kept exactly.
+    Unbiased errors are harmless only where the backward pass is linear in the saved tensor (inputs
+    of matrix products and convolutions: arXiv 2605.01255). A ReLU needs only signs, a dropout its
+    mask, a pooling layer indices and a shape: these are kept exactly.
 
     Parameters
     ----------
     op
-        The function's name, as torch.nn.functional has it.
+        The function's name, as in torch.nn.functional.
 
     Examples
     --------
     >>> [treatment(op) for op in ("conv2d", "relu", "gelu")]
     ['linear', 'sign', 'nonlinear']
     """
-    # An op without an entry is not taken to be linear: a biased gradient would go unnoticed.
+    # An op without an entry is not assumed linear: a biased gradient would go unnoticed.
     return _BY_OP.get(op, "nonlinear")
 
 
@@ -83,24 +83,24 @@ def gradient_sd(
 ) -> float:
     """Return the standard deviation of the error of an entry of dW.
 
-    A linear layer's gradient is dW = dY^T X. With X' = X + E, where the errors E are independent,
-    of mean zero and of variance v[n, i], that of an entry is sum over n of dY[n, o]^2 v[n, i],
-    exactly. Its mean over the entries is v ||dY||^2 / outputs, with v the mean of v[n, i], if
-    errors and dY are unrelated. A convolution is the same with n over images and positions; at the
-    rim of an image some taps meet padding, which has no error. Nothing here is fitted: the paper
-    (Jin et al., arXiv 2011.09017) has an empirical constant, and the mean magnitude of dY where the
-    mean square belongs.
+    A linear layer's gradient is dW = dY^T X. With X' = X + E, where the errors E are independent
+    with mean zero and variance v[n, i], the variance of an entry's error is exactly
+    sum over n of dY[n, o]^2 v[n, i]. Its mean over the entries is v ||dY||^2 / outputs, with v the
+    mean of v[n, i], if errors and dY are uncorrelated. For a convolution, n runs over images and
+    positions; at the border some taps fall on padding, which has no error. Nothing here is fitted:
+    the paper (Jin et al., arXiv 2011.09017) uses an empirical constant, and the mean magnitude of
+    dY where the mean square belongs.
 
     Parameters
     ----------
     variance
         Mean variance of the error of an element of X, zeros included.
     gradient_energy
-        The sum of dY^2 over all that the layer puts out.
+        The sum of dY^2 over all outputs of the layer.
     outputs
         Features or channels of Y.
     coverage
-        Fraction of the products of a convolution that do not meet padding.
+        Fraction of the products of a convolution that do not involve padding.
 
     Examples
     --------
@@ -113,10 +113,10 @@ def gradient_sd(
 def error_tolerance(
     sd: float, gradient_energy: float, outputs: int, nonzero: float = 1.0, coverage: float = 1.0
 ) -> float:
-    """Return the tolerance whose uniform errors, on non-zeros only, give dW this deviation.
+    """Return the tolerance at which uniform errors of the non-zeros give dW this deviation.
 
-    A uniform error in [-tolerance, tolerance] has the variance tolerance^2 / 3. Infinite where dY
-    is zero.
+    A uniform error in [-tolerance, tolerance] has the variance tolerance^2 / 3. Infinite if dY is
+    zero.
     """
     # `gradient_sd` solved for the variance; zeros are kept exactly, so they have no error.
     weight = gradient_energy / max(outputs, 1) * coverage * nonzero
@@ -154,30 +154,30 @@ def coverage(
     return inside
 
 
-# Widths of which a byte holds a whole number.
+# Widths that divide a byte.
 WIDTHS: Final = (1, 2, 4, 8)
-# Overflows after which a tensor is kept as it is, for good.
+# Overflows after which a tensor is kept uncompressed from then on.
 OVERFLOWS: Final = 3
-# Of an element: the grid of its group of 256.
+# Per element, for the grid of its group of 256.
 _GRID_BYTES: Final = 6 / 256
 
 
 @dataclass(frozen=True)
 class Row:
-    """One saved tensor: what was seen of it, and what that says.
+    """One saved tensor: its observed statistics, and predictions from them.
 
     key : module path, op, slot
     n : elements
-    bits : per element, of the last observation; None: kept as it is
-    variance : mean variance of the rounding, of the last observation
+    bits : per element, at the last observation; None: kept uncompressed
+    variance : mean variance of the rounding, at the last observation
     nonzero : fraction of elements that are not zero
-    gradient_energy : sum of squares of what arrives at the layer's output; None until seen
-    outputs, coverage : of the layer: features, fraction of its products that do not meet padding
-    yardstick : mean magnitude of the weight's momentum, or what stands for it
-    overflows : how often it had to be kept exactly, as too many elements escaped
-    measured_sd : of the gradient's error, where it was measured
-    group : name of the memory it lies in, where others have it too
-    kind : what its op is in it
+    gradient_energy : sum of squares of the gradient of the layer's output; None until observed
+    outputs, coverage : of the layer: features, fraction of its products that do not involve padding
+    yardstick : mean magnitude of the weight's momentum, or its substitute
+    overflows : how often it had to be kept exactly because too many elements overflowed
+    measured_sd : standard deviation of the gradient's error, if measured
+    group : name of its memory, if shared with others
+    kind : how its op's backward pass uses it
     seconds : to pack and unpack it, in the first pass; 0: not measured
     """
 
@@ -197,9 +197,9 @@ class Row:
     seconds: float = 0.0
 
     def predicted_sd(self, bits: int | None = None) -> float | None:
-        """Return the deviation of the error of dW at these bits, or those it has.
+        """Return the standard deviation of the error of dW at these bits, or the current ones.
 
-        None: dY is unseen.
+        None if dY has not been observed.
         """
         if self.gradient_energy is None:
             return None
@@ -207,24 +207,24 @@ class Row:
         return gradient_sd(variance, self.gradient_energy, self.outputs, self.coverage)
 
     def variance_at(self, bits: int | None) -> float:
-        """Return the variance of the rounding at these bits: it follows the square of the step."""
+        """Return the variance of the rounding at these bits, proportional to the step squared."""
         if self.bits is None or bits is None:
             return 0.0
-        # The step is the range over the levels, and the range stays.
+        # The step is the range over the levels, and the range stays the same.
         return self.variance * (_levels(self.bits) / _levels(bits)) ** 2
 
     def gain(self, low: int, high: int) -> float:
-        """Squared relative error saved per byte, by `high` bits instead of `low`."""
+        """Return the squared relative error saved per byte by `high` bits instead of `low`."""
         sds = [self.predicted_sd(bits) for bits in (low, high)]
         if sds[0] is None or sds[1] is None or not self.yardstick:
             return 0.0
         saved = (sds[0] ** 2 - sds[1] ** 2) / self.yardstick**2
-        # Per bit, not per byte: a factor of 8 changes no order.
+        # Per bit, not per byte: a factor of 8 does not change the order.
         return saved / max(self.n * (high - low), 1)
 
 
 def compressed_bytes(n: int, bits: int | None) -> int:
-    """Bytes of n elements in groups of 256, the grids included; None: kept as float32.
+    """Return the bytes of n elements in groups of 256, including grids; None: kept as float32.
 
     Examples
     --------
@@ -236,17 +236,17 @@ def compressed_bytes(n: int, bits: int | None) -> int:
 
 @dataclass(frozen=True)
 class Saved:
-    """What one forward pass saved: bytes as autograd would hold them, and as they are held."""
+    """Tensors one forward pass saved: bytes that autograd would hold, and bytes actually held."""
 
     plain_bytes: int
     compressed_bytes: int
     elements: int
     ways: tuple[tuple[str, int, int], ...] = ()
-    """What was done with tensors: its name, how many, and bytes that autograd would hold."""
+    """Per way of keeping tensors: its name, their number, and bytes that autograd would hold."""
 
     @property
     def ratio(self) -> float:
-        """Plain bytes over compressed ones."""
+        """Ratio of plain to compressed bytes."""
         return self.plain_bytes / max(self.compressed_bytes, 1)
 
     def __str__(self) -> str:
@@ -259,16 +259,16 @@ class Saved:
 
 @dataclass(frozen=True)
 class Cost:
-    """What it takes to keep some tensors one way: seconds, plain bytes, and those held instead."""
+    """Cost of one way to keep some tensors: seconds, plain bytes, and bytes held instead."""
 
     seconds: float
     plain_bytes: float
     held_bytes: float
 
     def saved_by(self, other: Cost, price: float) -> float:
-        """Return the seconds that another way saves; a byte is worth what it costs elsewhere.
+        """Return the seconds that another way saves, with bytes converted to seconds by `price`.
 
-        None are saved by a way that holds more bytes, however fast it is.
+        0 if the other way holds more bytes, however fast it is.
 
         price : seconds that packing takes for each byte it frees, in the whole network
 
@@ -285,11 +285,11 @@ class Cost:
 
 @dataclass(frozen=True)
 class Timed:
-    """A tensor that a first pass kept: the modules and the call that saved it, and what that took.
+    """A tensor that a first pass kept: the modules and the call that saved it, and its cost.
 
-    `nbytes` are its own, `plain_bytes` what autograd would hold that was not saved before; `way` is
-    how it is kept, `rounded` whether in fewer bits. `memory` is of all that lies in one memory of a
-    device; 0: the host's.
+    `nbytes` is its own size, `plain_bytes` what autograd would hold that was not saved before;
+    `way` is how it is kept, `rounded` whether in fewer bits. `memory` identifies the device memory
+    that it shares with others; 0: in host memory.
     """
 
     within: frozenset[str]
@@ -304,9 +304,9 @@ class Timed:
 
 
 def rates_of(timed: Sequence[Timed]) -> dict[str, float]:
-    """Return seconds of packing and unpacking a byte by way; "": of all that is rounded.
+    """Return seconds of packing and unpacking a byte by way; "": over all rounded tensors.
 
-    Of all tensors kept one way together, as one alone is over too soon to be measured.
+    Over all tensors kept one way together, as a single one is too fast to be measured.
     """
     taken: dict[str, list[float]] = {}
     for call in timed:
@@ -317,7 +317,7 @@ def rates_of(timed: Sequence[Timed]) -> dict[str, float]:
 
 
 def packing_of(timed: Sequence[Timed], rates: Mapping[str, float]) -> Cost:
-    """Return what it takes to keep these tensors as the first pass did."""
+    """Return the cost of keeping these tensors as the first pass did."""
     return Cost(
         sum(rates[call.way] * call.nbytes for call in timed),
         sum(call.plain_bytes for call in timed),
@@ -325,7 +325,7 @@ def packing_of(timed: Sequence[Timed], rates: Mapping[str, float]) -> Cost:
     )
 
 
-# Without a budget, times the seconds for which packing frees a byte that running again may take.
+# Without a budget, recomputation may cost up to this many times packing's seconds per freed byte.
 _DEAREST: Final = 4
 
 
@@ -337,21 +337,21 @@ def cheapest_reruns(
     within: Callable[[str, str], bool],
     fits: Callable[[Mapping[str, float]], bool] | None,
 ) -> dict[str, float]:
-    """Return the places that run again, and the seconds that each saves, a byte at its price.
+    """Return the places to recompute, and the seconds that each saves, with bytes at their price.
 
-    kept, again : what a place costs as it is kept now, and run again: what is around a place comes
-        before it
+    kept, again : cost of a place as it is kept now, and recomputed; enclosing places come before
+        those they contain
     price : seconds that packing takes for each byte it frees. Four times that is paid without a
-        budget; with one it is doubled until the budget is kept, or all that frees bytes runs again.
+        budget; with one it is doubled until the budget is kept, or all that frees bytes is rerun.
     within : whether the first of two places is a part of the second
-    fits : whether a choice keeps the budget; None: there is none
+    fits : whether a choice keeps the budget; None: no budget
     """
-    # Doubled 20 times a byte is worth any rerun: then all that frees bytes has been tried.
+    # Doubled 20 times, a byte is worth any rerun: then everything that frees bytes was tried.
     dearest = price * (_DEAREST if fits is None else 2**20)
     price = dearest if fits is None else price
     while True:
         saving: dict[str, float] = {}
-        # The innermost first; what is around takes their place if it saves more than they do.
+        # The innermost first; an enclosing place replaces them if it saves more than they do.
         for place in reversed(list(again)):
             gain = kept[place].saved_by(again[place], price)
             inside = {part for part in saving if within(part, place)}
@@ -371,14 +371,14 @@ Groups = dict[str, list[Row]]
 
 
 class Observed:
-    """Rows by key, and bytes that no choice changes by key."""
+    """Rows by key, and, by key, bytes that do not depend on the choice of bits."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self.others: dict[str, int] = {}
 
     def is_free(self, row: Row) -> bool:
-        """Whether its bits can be chosen."""
+        """Whether the row's bits can be chosen."""
         return row.bits is not None and row.overflows < OVERFLOWS
 
     @property
@@ -386,7 +386,7 @@ class Observed:
         return [row for row in self.rows.values() if self.is_free(row)]
 
     def groups(self) -> tuple[Groups, Groups, Groups]:
-        """Groups of rows that are compressed: linear in all their rows, read by norms, the rest."""
+        """Return groups of compressed rows: all rows linear, some read by norms, the rest."""
         memories: Groups = {}
         for row in self.free:
             memories.setdefault(row.group, []).append(row)
@@ -398,8 +398,8 @@ class Observed:
         return by_kind
 
     def held(self, linear_bits: int, norm_bits: int, nonlinear_bits: int) -> int:
-        """Bytes kept at these bits."""
-        # By memory: rows of one group lie in the same bytes.
+        """Return the bytes kept at these bits."""
+        # By memory: rows of one group share the same bytes.
         exact = {
             row.group: compressed_bytes(row.n, None)
             for row in self.rows.values()
@@ -414,7 +414,7 @@ class Observed:
         return sum(self.others.values()) + sum(exact.values()) + sum(compressed)
 
     def held_at(self, bits: Mapping[str, int | None]) -> int:
-        """Bytes kept at bits by key: each memory once, at the most bits any row of it has."""
+        """Return bytes kept with bits by key: each memory once, at the most bits of its rows."""
         sizes: dict[str, int] = {}
         for row in self.rows.values():
             size = compressed_bytes(row.n, bits[row.key])
@@ -424,11 +424,11 @@ class Observed:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a budget allows.
+    """Bits that a budget allows.
 
-    bits : by key; None: left as it is
-    nonlinear_bits : of what is not linear
-    nonlinear, tensors : how many memories are of that kind, and of all kinds
+    bits : by key; None: uncompressed
+    nonlinear_bits : bits of tensors that are not linear
+    nonlinear, tensors : number of memories of that kind, and of all kinds
     """
 
     bits: dict[str, int | None]
@@ -440,25 +440,25 @@ class Choice:
 def choose(
     seen: Observed, budget_bytes: int, *, nonlinear_bits: int, least_nonlinear_bits: int
 ) -> Choice:
-    """Return bits with which all that is kept takes at most a budget.
+    """Return bits with which all kept tensors fit in a budget.
 
-    Where more than the most bits fit, tensors are left as they are whose packing takes the most
-    seconds for each byte it frees.
+    If bytes are left at the most bits, the tensors whose packing takes the most seconds for each
+    freed byte are left uncompressed.
 
-    seen : what there is to keep
-    nonlinear_bits, least_nonlinear_bits : of what is not linear: wanted, and where the budget asks
-        for it
+    seen : the tensors to keep
+    nonlinear_bits, least_nonlinear_bits : bits of tensors that are not linear: preferred, and the
+        fewest if the budget requires it
 
     Raises BudgetError with the bytes at the fewest bits.
     """
     widths = [width for width in (8, 4, 2) if width <= nonlinear_bits] or [nonlinear_bits]
-    # Norms give way first.
+    # Bits of norms are reduced first.
     ways = [(norm, widths[0]) for norm in widths]
     ways += [(norm, width) for width in widths[1:] for norm in widths if norm <= width]
     for norm, width in (way for way in ways if way[1] >= min(least_nonlinear_bits, widths[0])):
         if seen.held(2, norm, width) <= budget_bytes:
             break
-    # Where no way leaves 2 bits for the linear ones, the last one is tried with 1.
+    # If no way leaves 2 bits for the linear tensors, the last one is tried with 1.
     linear, norms, rest = seen.groups()
     least = seen.held(1, norm, width)
     if least > budget_bytes:
@@ -474,20 +474,20 @@ def choose(
     bits: dict[str, int | None] = {row.key: width for rows in rest.values() for row in rows}
     bits |= {row.key: norm for rows in norms.values() for row in rows}
     bits |= _widened(linear, budget_bytes - least)
-    # Tensors are left as they are only where all others have the most bits.
+    # Tensors are left uncompressed only if all others have the most bits.
     left = budget_bytes - seen.held(WIDTHS[-1], widths[0], widths[0])
     bits |= _left_exact([*linear.values(), *norms.values(), *rest.values()], widths[0], left)
     return Choice(bits, width, len(rest), len(rest) + len(norms) + len(linear))
 
 
 def _left_exact(groups: Sequence[list[Row]], bits: int, left_bytes: int) -> dict[str, None]:
-    """Return keys of tensors that bytes are left for, beyond the most bits."""
+    """Return keys of tensors that the bytes left over at the most bits suffice to keep exact."""
 
     def more_bytes(rows: list[Row]) -> int:
         return compressed_bytes(rows[0].n, None) - compressed_bytes(rows[0].n, bits)
 
     def rank(rows: list[Row]) -> tuple[float, str]:
-        # The most seconds for a byte first; keys break ties, so that a restart chooses as before.
+        # Most seconds per byte first; keys break ties, so that a restart makes the same choice.
         return -sum(row.seconds for row in rows) / more_bytes(rows), rows[0].key
 
     exact: dict[str, None] = {}
@@ -499,18 +499,18 @@ def _left_exact(groups: Sequence[list[Row]], bits: int, left_bytes: int) -> dict
 
 
 def _widened(linear: Groups, left_bytes: int) -> dict[str, int]:
-    """Return bits by key, widened from 1 where a byte saves the most error, while some are left."""
+    """Return bits by key, widened from 1 where a byte saves the most error, while bytes last."""
     chosen = dict.fromkeys(linear, 1)
     steps = sorted(
         ((sum(row.gain(low, high) for row in rows), group, low, high)
          for group, rows in linear.items() for low, high in pairwise(WIDTHS)),
-        # Where gains are equal the narrow step first, as a wider one starts where it ends.
+        # For equal gains, the narrow step first, as a wider one starts where it ends.
         key=lambda step: (-step[0], step[2]),
     )  # fmt: skip
     for _, group, low, high in steps:
         n = linear[group][0].n
         cost = compressed_bytes(n, high) - compressed_bytes(n, low)
-        # One that had no bytes left for a step takes none of the steps after it.
+        # A group without enough bytes left for a step takes none of its later steps.
         if chosen[group] == low and cost <= left_bytes:
             chosen[group], left_bytes = high, left_bytes - cost
     return {row.key: chosen[group] for group, rows in linear.items() for row in rows}

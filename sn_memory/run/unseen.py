@@ -1,4 +1,4 @@
-"""A training input of a kind without a plan: the step for it is chosen when it first occurs.
+"""Training inputs of a kind without a plan: the step is chosen when the kind first occurs.
 
 The plain step is not an option: plans are for models that do not fit without one. The input is
 traced; of the plans for other inputs, the fastest that keeps the budget on this one is carried
@@ -29,12 +29,12 @@ from .measured_choice import summary
 from .planned import KeptStep, S
 from .reserved import keeping_reserved
 
-# A search while training ends after this many seconds.
+# Time limit in seconds of a search during training.
 SEARCH_S = 1.0
-# Planning while training may take this share of the time, plus this many seconds.
+# Planning during training may take this share of the time, plus this many seconds.
 SHARE = 0.1
 ALLOWED_S = 30.0
-# How a kind of input was planned; the last two by a search.
+# How a kind of input was planned; the last two used a search.
 NOTHING_AGAIN = "nothing runs again"
 CARRIED_OVER = "carried over from the plan of"
 PLANNED = "planned"
@@ -42,10 +42,10 @@ AT_ONCE = "planned at once"
 
 
 def carried_over(graph: Graph, carried: Plan, budget_bytes: int) -> Plan | None:
-    """Return a plan for another input of the same model as a plan of this graph.
+    """Return another input's plan of the same model as a plan of this graph.
 
-    Ops of one model have the same names at any size. None if they have not, or if the budget would
-    not be kept.
+    Ops of one model have the same names at any size. None if their names differ or the plan would
+    exceed the budget.
     """
     try:
         plan = within(graph, carried, budget_bytes)
@@ -60,10 +60,10 @@ def smallest(graph: Graph) -> Plan:
 
 
 def within(graph: Graph, plan: Plan, budget: float | str) -> Plan:
-    """Return an earlier plan if it is a plan of this graph and keeps the budget."""
+    """Return an earlier plan if it is valid for this graph and keeps the budget."""
     replayed = carry_out(graph, plan)
     allowed = parse_bytes(budget, whole=unplanned_bytes(graph))
-    # Op seconds may have been measured again since; its bound holds for the old ones.
+    # Op seconds may have been measured again since; the plan's lower bound is for the old ones.
     plan = replace(
         plan,
         budget_bytes=allowed,
@@ -82,7 +82,7 @@ def within(graph: Graph, plan: Plan, budget: float | str) -> Plan:
 class TimeToPlan:
     """Seconds spent on planning new inputs since a model was planned, and whether time is left.
 
-    planning_s, longest_s : in total, and the most for one input
+    planning_s, longest_s : in total, and maximum for one input
     """
 
     def __init__(self) -> None:
@@ -90,12 +90,12 @@ class TimeToPlan:
         self.planning_s = self.longest_s = 0.0
 
     def took(self, seconds: float) -> None:
-        """Count the seconds of one more plan."""
+        """Add the seconds of one more plan."""
         self.planning_s += seconds
         self.longest_s = max(self.longest_s, seconds)
 
     def left(self) -> bool:
-        """Whether there is time to plan one more kind, as long as the longest took."""
+        """Whether there is time to plan one more kind of input."""
         passed = time.perf_counter() - self.began
         # Assume that the next kind takes as long as the longest so far.
         return self.planning_s + self.longest_s <= ALLOWED_S + SHARE * passed
@@ -111,12 +111,12 @@ class UnseenInput(ABC, Generic[S]):
     """A kind of input that occurs for the first time; `step` returns the step for it.
 
     name : of the model, for messages
-    strict : raise where a warning would say that what runs is not a plan of its ops
-    clock : the seconds that planning new inputs took, and may take
+    strict : raise instead of warning that something other than a plan of its ops runs
+    clock : seconds that planning new inputs has taken and may take
     """
 
     log: ClassVar[logging.Logger]
-    line: ClassVar[str]  # of a program that plans several inputs ahead
+    line: ClassVar[str]  # of code that plans several inputs ahead
     demand = "strict"  # what requires a plan of ops
 
     def __init__(self, name: str, budget_bytes: int, *, strict: bool, clock: TimeToPlan) -> None:
@@ -142,11 +142,11 @@ class UnseenInput(ABC, Generic[S]):
 
     @abstractmethod
     def by_ops(self) -> S:
-        """Return a step whose ops run by a plan that `planned` returned."""
+        """Return a step whose ops run according to a plan from `planned`."""
 
     @abstractmethod
     def by_parts(self, why: str, by_ops: S | None, *, keep: bool) -> S:
-        """Return a step that recomputes parts; by_ops : a plan that exceeds the budget."""
+        """Return a step that recomputes parts; by_ops : a step that exceeds the budget."""
 
     @abstractmethod
     def kept(self, step: S) -> S:
@@ -196,14 +196,14 @@ class UnseenInput(ABC, Generic[S]):
         others: Iterable[KeptStep[S]],
         allocator: Settings | None,
     ) -> Plan:
-        """Plan its graph, and record how: first without a search, then by a short one.
+        """Plan the input's graph, and record how: first without a search, then by a short one.
 
         If no plan keeps the budget, return the one with the smallest peak, and set `over`.
 
         graph : a step of the model on the input
-        search : plans a graph within these bytes, in about SEARCH_S
+        search : plans a graph within `budget_bytes`, in about SEARCH_S
         others : the steps for other inputs
-        allocator : of a card: its reserved bytes keep the budget, too
+        allocator : a GPU's allocator, whose reserved bytes must stay within the budget as well
         """
 
         def kept(plan: Plan | None) -> Plan | None:
@@ -211,14 +211,14 @@ class UnseenInput(ABC, Generic[S]):
                 return None
             return keeping_reserved(graph, plan, budget_bytes, allocator)
 
-        # The plain step if it fits: no plan is faster.
+        # The plain step if it fits, as no plan is faster.
         if whole := kept(policy("liveness")(graph, budget_bytes=None)):
             self.how = NOTHING_AGAIN
             return whole
         keeping = [
             (plan, other.summary.inputs)
             for other in others
-            # Only plans from a search: those carried over are among them already.
+            # Only plans from a search: carried-over ones are copies of these.
             if isinstance(other.step.plan, Plan)
             and other.summary.how.startswith(PLANNED)
             and (plan := kept(carried_over(graph, other.step.plan, budget_bytes)))
@@ -231,7 +231,7 @@ class UnseenInput(ABC, Generic[S]):
         try:
             return search(graph)
         except BudgetError as error:
-            # Above the budget, but the smallest found: the rim decides whether to use it.
+            # Above the budget, but the smallest found; the rim decides whether to use it.
             self.over = error
             return error.plan or smallest(graph)
 
@@ -251,7 +251,7 @@ class UnseenInput(ABC, Generic[S]):
         )
 
     def warning(self, step: S, why: str, measured_on: str = "") -> str:
-        """Return the warning about what runs instead of a plan of ops, and why."""
+        """Return a warning that says what runs instead of a plan of ops, and why."""
         over = step.plan.peak_bytes - self.budget_bytes
         if over > 0:
             return (

@@ -1,6 +1,6 @@
 """sn_memory for TensorFlow: train a model within a memory budget, with the same gradients."""
 
-# The imports below need TensorFlow: without it, the user gets one sentence, not a traceback.
+# The imports below need TensorFlow; without it, the user gets one sentence, not a traceback.
 # ruff: noqa: E402
 from typing import TYPE_CHECKING
 

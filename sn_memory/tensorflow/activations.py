@@ -2,9 +2,9 @@
 
 TensorFlow has no hooks for the tensors that a tape saves. A layer's call is therefore wrapped in a
 custom gradient that captures only the compressed input, and differentiates the layer at the
-decompressed one. A dense or convolution layer is linear in its input, so the gradient that flows
-back is exact and that of its weights unbiased; a ReLU, in the layer or after it, keeps one bit per
-element, and max pooling the position of the maximum in each window.
+decompressed one. A dense or convolution layer is linear in its input, so its input gradient is
+exact and its weight gradient unbiased; a ReLU, in the layer or after it, keeps one bit per element,
+and max pooling the position of the maximum in each window.
 
 Bits are looked up when a layer compresses, so the controller may change them without a new trace.
 Memory is saved in traced steps (tf.function, fit), where control dependencies delay decompression
@@ -47,7 +47,7 @@ def keep(
 ) -> tuple[Any, Any, Any]:
     """Run a call hidden from tapes; return its result, the kept bytes, and its input's shape.
 
-    compress, of : kept are the bytes that `compress` returns for `of(input, result)`
+    compress, of : the kept bytes are `compress(of(input, result))`
     """
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
         raise ValueError(
@@ -67,15 +67,15 @@ def keep(
 
 
 def restored(decompress: Callable[..., Array], inputs: list[Any], dtype: Any, like: Any) -> Any:
-    """Return a NumPy function's result from the kept bytes, in the shape of an input."""
+    """Return a NumPy function's result from the kept bytes, with the static shape `like`."""
     values = tf.numpy_function(decompress, inputs, dtype)
-    # numpy_function loses even the rank, without which no layer can be called.
+    # numpy_function loses even the rank, which calling a layer requires.
     values.set_shape(like)
     return values
 
 
 def relu_by_signs(compressor: Compressor, key: str) -> Callable[..., Any]:
-    """Return a ReLU that keeps only signs, which a compressor counts under a key."""
+    """Return a ReLU that keeps only signs, which the compressor counts under a key."""
     signs, from_signs = compressor.noting(key, _signs), compressor.timing(key, _from_signs)
 
     @tf.custom_gradient
@@ -86,7 +86,7 @@ def relu_by_signs(compressor: Compressor, key: str) -> Callable[..., Any]:
         def gradient(dy: Any) -> Any:
             with tf.control_dependencies([dy]):
                 on = restored(from_signs, [mask, shape], tf.bool, static)
-            # Selected, not multiplied by the mask: its cast would be as large as dy.
+            # Selected, not multiplied by the mask, whose cast would be as large as dy.
             return tf.where(on, dy, tf.zeros((), dtype))
 
         return y, gradient
@@ -105,7 +105,7 @@ def _from_signs(mask: Any, shape: Any) -> Array:
 
 @dataclass(frozen=True)
 class Places:
-    """Max pooling in windows that do not overlap; `bits` hold a position in a window.
+    """Max pooling in non-overlapping windows; `bits` store a position in a window.
 
     TensorFlow keeps the layer's whole input and output. Without overlap, the gradient of a window
     goes to one of its elements, the first maximum, so only its position must be kept: 2 bits for a
@@ -118,7 +118,7 @@ class Places:
 
     @classmethod
     def of(cls, layer: Any) -> Places | None:
-        """Return the object for a layer; None if windows overlap, are padded or exceed 16."""
+        """Return the object for a layer; None if windows overlap, are padded or exceed 16 cells."""
         height, width = layer.pool_size
         disjoint = tuple(layer.strides) == (height, width) and layer.padding == "valid"
         # Widths that divide a byte.
@@ -130,7 +130,7 @@ class Places:
     def wrapped(
         self, call: Callable[..., Any], compressor: Compressor, key: str
     ) -> Callable[..., Any]:
-        """Return the layer's call with a gradient from positions, counted under a key."""
+        """Return the layer's call with a gradient from positions; counts them under a key."""
         compress = compressor.noting(key, self.compress)
         spread = compressor.timing(key, self.spread)
 
@@ -151,7 +151,7 @@ class Places:
         return wrapped
 
     def _views(self, x: Array) -> Iterator[Array]:
-        """Per position in a window, a view of its elements: [n, rows, columns, channels]."""
+        """Yield, per position in a window, a view of its elements: [n, rows, columns, channels]."""
         # Elements left over at the lower and right edge are in no window.
         rows, columns = x.shape[1] // self.height, x.shape[2] // self.width
         for i in range(self.height):
@@ -163,7 +163,7 @@ class Places:
         first, *others = self._views(x)
         best, place = first.copy(), np.zeros(first.shape, np.uint8)
         for number, other in enumerate(others, start=1):
-            # `>`, not `>=`: the first of equal ones, as in TensorFlow's own gradient.
+            # `>`, not `>=`: the first of equal maxima, as in TensorFlow's own gradient.
             np.copyto(place, number, where=other > best)
             np.maximum(best, other, out=best)
         return pack_codes(place.reshape(-1), self.bits)
@@ -186,25 +186,25 @@ class Compressor:
 
     controller : chooses bits by the name of a layer
     optimizer : Keras optimizer whose momentum is read; None to use magnitudes of gradients
-    seed, threads : of the codec
+    seed, threads : settings of the codec
     """
 
     def __init__(self, controller: Controller, optimizer: Any, seed: int, threads: int) -> None:
         self.controller, self.optimizer = controller, optimizer
-        # Without a bound, each group has the finest grid that its bits allow. Errors are predicted
-        # by the controller, not measured: measuring takes as long as encoding.
+        # Without a bound, each group has the finest grid that its bits allow. The controller
+        # predicts errors instead of measuring them, which takes as long as encoding.
         self._codecs: dict[int, Any] = {
             bits: named_codec(
                 "bounded", bound=float("inf"), bits=bits, seed=seed, threads=threads, measure=False
             )
             for bits in WIDTHS
         }
-        self._draws = 0  # tensors compressed so far: each is rounded with other random numbers
+        self._draws = 0  # tensors compressed so far: each is rounded with new random numbers
         self._step = -1
         self._first = ""
         self._observing = False
         self._gathered: dict[str, dict[str, Any]] = {}
-        self.seconds: dict[str, float] = {}  # of packing and unpacking, by key
+        self.seconds: dict[str, float] = {}  # spent packing and unpacking, by key
 
     def timing(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
         """Return a function that packs or unpacks, and records the seconds it takes."""
@@ -218,11 +218,11 @@ class Compressor:
         return timed
 
     def noting(self, key: str, function: Callable[..., Array]) -> Callable[..., Array]:
-        """Like `timing`, for bytes that no choice of bits changes; the controller counts them."""
+        """Like `timing`, for bytes independent of the bits chosen; the controller counts them."""
         return self.timing(key, lambda *args: self.noted(key, function(*args)))
 
     def compress(self, key: str, x: Array) -> Array:
-        """A payload; or plain float32 if that is smaller, or too many elements overflow."""
+        """Return a payload, or plain float32 if that is smaller or too many elements overflow."""
         self._count(key)
         flat = np.ascontiguousarray(x, np.float32).reshape(-1)
         bits = self.controller.bits(key)
@@ -232,7 +232,7 @@ class Compressor:
             return self._exact(key, flat)
         codec, self._draws = self._codecs[bits], self._draws + 1
         if self._observing:
-            # With the payload's random draw, so that the variance is that of the kept values.
+            # With the payload's random draw, so that the variance is the kept values'.
             quantised = codec.quantise(flat, step=self._draws)
             self.controller.observe(
                 key, n=flat.size, bits=bits, variance=quantised.variance(flat.size),
@@ -257,13 +257,13 @@ class Compressor:
         return np.asarray(codec.decode(payload).reshape(shape))
 
     def noted(self, key: str, kept: Array) -> Array:
-        """Count bytes that no choice changes in the controller: signs, positions, exact values."""
+        """Report bytes independent of the bits chosen: signs, positions, exact values."""
         if self._observing:
             self.controller.observe_other(key, nbytes=kept.nbytes)
         return kept
 
     def arrived(self, key: str, layer: Any, x: Any, y: Any) -> Callable[[Array, Array], Any]:
-        """Return a function that observes a layer's gradients: of its output and its weights."""
+        """Return a function that observes the gradients of a layer's output and weights."""
         about = {"outputs": int(y.shape[-1]), "coverage": coverage_of(layer, x.shape, y.shape)}
 
         def note(dy: Array, weights: Array) -> Any:
@@ -277,7 +277,7 @@ class Compressor:
         return note
 
     def refresh(self) -> None:
-        """Choose bits now from the statistics gathered; otherwise the next step does."""
+        """Choose bits now from the gathered statistics; otherwise the next step does."""
         for key, about in self._gathered.items():
             self.controller.observe_gradient(key, **about)
         if self._gathered:
@@ -285,8 +285,8 @@ class Compressor:
             self.controller.refresh()
 
     def _count(self, key: str) -> None:
-        """Count a step when the layer compresses that was the very first to compress."""
-        # In a traced step none of our code runs at its start, so there is no other mark.
+        """Count a step each time the layer that compressed first compresses again."""
+        # In a traced step, none of our code runs at its start, so nothing else marks it.
         self._first = self._first or key
         if key == self._first:
             self.refresh()
@@ -294,13 +294,13 @@ class Compressor:
             self._observing = self.controller.due(self._step)
 
     def _exact(self, key: str, flat: Array) -> Array:
-        """All bytes uncompressed; the controller counts them until compression takes fewer."""
+        """Return all bytes uncompressed; they are counted until compression takes fewer."""
         if self._observing:
             self.controller.observe(key, n=flat.size, bits=None, variance=0.0)
         return flat.view(np.uint8)
 
     def _yardstick(self, layer: Any, weights: Array) -> float:
-        """Mean magnitude of momentum; for Adam that of its step, times the root of the mean of v.
+        """Return momentum's mean magnitude; for Adam, that of its step times sqrt of v's mean.
 
         Without momentum, that of the gradient. Entries that never had a gradient have no step.
         """
@@ -315,9 +315,9 @@ class Compressor:
         return float((np.abs(momentum) * unit).mean() * np.sqrt(square.mean()))
 
     def _momenta(self, kernel: Any) -> tuple[Array | None, Array | None]:
-        """The Keras optimizer's moments of a weight: means, and means of squares."""
+        """Return the Keras optimizer's first and second moments of a weight."""
         own = self.optimizer
-        # A kernel under LoRA is a tensor: the weight plus a product of two others.
+        # With LoRA, a kernel is a tensor: the weight plus the product of two others.
         if own is None or not own.built or not isinstance(kernel, keras.Variable):
             return None, None
         place = own._trainable_variables_indices.get(own._var_key(kernel))
@@ -331,11 +331,11 @@ class Compressor:
 
 
 def coverage_of(layer: Any, inputs: Any, outputs: Any) -> float:
-    """Return the share of a Keras layer's products that do not meet padding; 1 if unknown."""
+    """Return the share of a Keras layer's products that do not involve padding; 1 if unknown."""
     if not hasattr(layer, "kernel_size") or layer.data_format != "channels_last":
         return 1.0
     sizes, output_sizes = inputs.as_list()[1:-1], outputs.as_list()[1:-1]
-    # Without padding, no product meets it; for unknown sizes assume the largest error.
+    # Without padding, no product involves it; for unknown sizes assume the largest error.
     if None in (*sizes, *output_sizes) or layer.padding == "valid":
         return 1.0
     taps, strides, dilation = layer.kernel_size, layer.strides, layer.dilation_rate
@@ -343,7 +343,7 @@ def coverage_of(layer: Any, inputs: Any, outputs: Any) -> float:
     # Causal: all padding comes before the input.
     before = spans
     if layer.padding == "same":
-        # TensorFlow pads as much as the outputs need, the odd element at the end.
+        # TensorFlow pads as much as the outputs need, an odd element at the end.
         needed = zip(sizes, output_sizes, strides, spans, strict=True)
         before = [
             max((out - 1) * step + span + 1 - size, 0) // 2 for size, out, step, span in needed
@@ -358,7 +358,7 @@ class CompressedActivations:
     """The wrapped layers of a model, until closed; a context manager.
 
     controller : chooses the bits; `controller.rows()` has the statistics of each layer's input
-    wrapped : unique names of the layers: their paths if they have one
+    wrapped : unique names of the layers: their paths, if any
     rerun : names of layers that are recomputed in the backward pass, and keep only their inputs
     mix : the choice made on the sample; None without a sample
     """
@@ -381,7 +381,7 @@ class CompressedActivations:
                 self._wrap(layer)
         self._reruns = ExitStack()
         if mix:
-            # With a sample, the budget is for all that the forward pass keeps.
+            # With a sample, the budget covers everything that the forward pass keeps.
             self.controller.observe_other("kept unpacked", nbytes=mix.kept_bytes)
             self._reruns.enter_context(run_in_sections(mix.sections, model))
 
@@ -410,7 +410,7 @@ class CompressedActivations:
     def close(self) -> None:
         """Restore the layers' calls. Compile the model again afterwards: it may hold a trace."""
         self._reruns.close()
-        # In reverse, as one layer may have been changed twice.
+        # In reverse, because a layer may have been changed twice.
         for layer, name, own in reversed(self._changes):
             setattr(layer, name, own)
         self._changes = []
@@ -418,7 +418,7 @@ class CompressedActivations:
     def report(self) -> str:
         """Return a row per layer: elements, bits, predicted error of the weight's gradient.
 
-        With a sample, these follow the bytes that it kept and how they were treated.
+        With a sample, the bytes it kept and how they were treated come first.
         """
         if self.mix is None:
             return self.controller.report()
@@ -442,13 +442,13 @@ class CompressedActivations:
         setattr(layer, name, value)
 
     def _name(self, layer: Any) -> str:
-        """Return a unique name of a layer, its key in the controller."""
+        """Return a unique name for a layer, its key in the controller."""
         name = name_of(layer)
         count = sum(wrapped == name or wrapped.startswith(f"{name}:") for wrapped in self.wrapped)
         return f"{name}:{count + 1}" if count else name
 
     def _linear(self, layer: Any, key: str, signs: Callable[..., Any]) -> Callable[..., Any]:
-        # The activation is outside of the custom gradient: without it the layer is linear.
+        # The activation is outside the custom gradient: without it the layer is linear.
         call, own = partial(_without_activation, layer, layer.call), self._compressor
         compress = own.timing(key, partial(own.compress, key))
         decompress = own.timing(key, own.decompress)
@@ -466,14 +466,14 @@ class CompressedActivations:
                     values = restored(decompress, [buffer, shape], tf.float32, static)
                 values, weights = tf.cast(values, dtype), list(variables or [])
                 # Persistent, as it is used twice: for the weights' gradients, which need the
-                # decompressed input, and for the input's, which does not and comes last, so that
-                # inputs of two layers are not decompressed at the same time.
+                # decompressed input, and for the input's gradient, which does not and comes last,
+                # so that no two layers' inputs are decompressed at the same time.
                 with in_force(then), tf.GradientTape(persistent=True) as tape:
                     tape.watch(values)
                     rerun = call(values)
                 gradients = tape.gradient(rerun, weights, dy)
                 done = [gradient for gradient in gradients if gradient is not None]
-                # NumPy uses the memory of the arriving gradients: nothing is copied.
+                # NumPy shares the memory of the gradients: nothing is copied.
                 done += [
                     restored(note, [tf.cast(of, tf.float32) for of in (dy, gradient)], tf.int32, [])
                     for gradient in done
@@ -496,8 +496,8 @@ class CompressedActivations:
 def _without_activation(layer: Any, call: Callable[[Any], Any], x: Any) -> Any:
     """Call a layer as if it had no activation.
 
-    It is restored afterwards, so that a model keeps its own activations if it is saved, cloned or
-    asked for its config meanwhile. Bypasses Keras, which forbids setting layers in a built one.
+    The activation is restored afterwards, so that a model that is saved, cloned or asked for its
+    config has it. Bypasses Keras, which forbids setting layers as attributes of a built layer.
     """
     activation = layer.activation
     object.__setattr__(layer, "activation", keras.activations.linear)
@@ -552,13 +552,13 @@ def compress_activations(
         Until the first choice, in the second step; fewer if the sample shows that a budget needs
         fewer.
     seed, threads
-        Of the codec.
+        Settings of the codec.
 
     Raises
     ------
     ValueError
         If no layer is dense, a convolution, a ReLU or such a pooling layer, and none is recomputed;
-        or a setting is invalid.
+        or if a setting is invalid.
     BudgetError
         If no mix fits the budget on the sample; states the smallest budget that would.
     tf.errors.UnknownError

@@ -1,10 +1,10 @@
-"""chunked_cross_entropy: the product with the vocabulary and its loss, some rows at a time.
+"""chunked_cross_entropy: the projection to the vocabulary and its loss, in chunks of rows.
 
 Logits over a large vocabulary and their gradient are live at one op, so no plan of ops can reduce
 them. Neither TensorFlow nor Keras has a chunked loss, and splitting the rows by hand, with or
-without recomputation, holds a full kernel gradient for each part. Here the loss of some rows and
-its gradient (up to the factor that arrives in the backward pass) are computed from their logits,
-which are freed before those of the next rows are computed. The equivalent in torch is
+without recomputation, holds a full kernel gradient for each part. Here the loss of a chunk and its
+gradient (up to the factor that arrives in the backward pass) are computed from its logits, which
+are freed before those of the next chunk are computed. The equivalent in torch is
 `torch.nn.functional.linear_cross_entropy`.
 """
 
@@ -36,17 +36,17 @@ def chunked_cross_entropy(
     labels
         [...] integers, one for each row, in [0, v) or `ignore_class`.
     chunks
-        Rows are split into this many equal parts, of which the last may be smaller; they run one
-        after the other. The number of rows must be known when the step is traced.
+        Rows are split into this many equal parts (the last may be smaller), which run one after the
+        other. The number of rows must be known when the step is traced.
     ignore_class
-        Rows of this label count neither in the sum nor in the mean.
+        Rows with this label count neither in the sum nor in the mean.
     reduction
         `mean` over the rows that count, or `sum`.
 
     Returns
     -------
-    A scalar of the dtype of `hidden`; float32 if that is half precision: the loss is computed from
-    float32 logits, as in Keras.
+    A scalar of the dtype of `hidden`; float32 if that is half precision, as the loss is computed
+    from float32 logits, like in Keras.
 
     Raises
     ------
@@ -94,10 +94,10 @@ def chunked_cross_entropy(
         counted = tf.ones_like(wanted, wide)
     else:
         counted = tf.cast(wanted != ignore_class, wide)
-        # The op checks labels, so take an existing class; the row does not count.
+        # The op checks labels, so use an existing class; the row does not count.
         wanted = tf.where(wanted == ignore_class, tf.zeros_like(wanted), wanted)
-    # A mean divides each row's share. In half precision that may underflow before a scaled loss
-    # arrives, so there the sums are divided in the end.
+    # For a mean, each row's share is divided. In half precision that may underflow before the loss
+    # scale arrives, so there the sums are divided at the end.
     divisor = tf.reduce_sum(counted) if reduction == "mean" else tf.ones((), wide)
     last_divisor = tf.ones((), wide)
     if wide != rows.dtype:
@@ -113,9 +113,9 @@ def chunked_cross_entropy(
         of_kernel = tf.zeros_like(kernel, wide)
         of_bias = tf.zeros_like(inputs[2], wide) if has_bias else None
         before: list[Any] = []
-        # At least once, also without rows: there has to be a part to join.
+        # At least once, even without rows: tf.concat needs a part.
         for begin in range(0, max(1, count), size):
-            # Serialized: otherwise TensorFlow would hold the logits of several chunks at a time.
+            # Serialized: otherwise TensorFlow would hold the logits of several chunks at once.
             with tf.control_dependencies(before):
                 some = tf.identity(rows[begin : begin + size])
                 target, share = wanted[begin : begin + size], row_share[begin : begin + size]

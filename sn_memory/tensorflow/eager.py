@@ -1,13 +1,13 @@
-"""A plan carried out: the ops of a step put into a graph again, in the order and number planned.
+"""Execution of a plan: emits the ops of a step into a graph, as often and in the order planned.
 
-The order has to hold at run time, where TensorFlow runs ops as soon as their inputs are there. So
-each op waits for the one before it in the plan, by a control dependency; a buffer is freed when its
-last reader has run. An op that runs twice is in the graph twice. The two have different
-dependencies, so no pass that merges equal ops merges them. XLA follows data alone and orders ops by
-itself; it is refused where a plan is made.
+The order has to hold at run time, when TensorFlow runs ops as soon as their inputs are ready. So
+each op waits for the previous one in the plan, by a control dependency; a buffer is freed when its
+last reader has run. An op that runs twice is in the graph twice. The two have different control
+dependencies, so no pass that merges equal ops merges them. XLA ignores control dependencies and
+schedules ops itself, so planning refuses it.
 
-check_plan checks a plan as a list of ops. Whether those ops, put into a graph, are the model's step
-only a run shows: before a user's training depends on it, it is compared with the plain step.
+check_plan checks a plan as a list of ops. Only a run shows whether those ops, put into a graph, are
+the model's step: before a user's training depends on it, it is compared with the plain step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import tensorflow as tf
-from tensorflow.python.eager import record as tapes  # whether one is around
+from tensorflow.python.eager import record as tapes  # to ask whether a tape is active
 from tensorflow.python.framework import ops as framework_ops
 
 from ..base.errors import PlanError, PlanWarning
@@ -52,21 +52,21 @@ from .trace.trace import Trace
 
 log = logging.getLogger(__name__)
 
-# Constant folding turns c op (x op y) with a constant c into (c op x) op y, within each of these.
+# Constant folding turns c op (x op y) with a constant c into (c op x) op y, within each set.
 _REORDERED = (frozenset({"Mul", "Div", "RealDiv"}), frozenset({"Add", "AddV2", "Sub"}))
-# What two correct steps may differ by, in steps of the least exact type: sums in another order,
-# through deep networks. A step that does something else is off by more.
+# Allowed difference of two correct steps, in rounding units of the least precise dtype: sums in
+# another order, through deep networks. A step that computes something else is off by more.
 _ROUNDING: Final = 2.0**13
-# In bfloat16 that would allow any difference.
+# An upper bound, as in bfloat16 that would allow any difference.
 _MOST: Final = 0.25
-# A peak of up to so many budgets passes: kernels may ask for other scratch than when run alone.
+# Allowed peak, in budgets: kernels may request other scratch memory than when run alone.
 _OVER: Final = 1.05
 
 
 class Program:
-    """A plan for a traced step, accepted by check_plan, ready to be put into graphs.
+    """A plan for a traced step, accepted by check_plan, ready to be emitted into graphs.
 
-    settings : of a model's layers, those that are constants of the step
+    settings : settings of a model's layers that are constants of the step
     """
 
     counts_small_blocks = False
@@ -82,18 +82,18 @@ class Program:
                 'techniques=("keep", "recompute").'
             )
         runs = (action.target for action in plan.actions if action.kind == "run")
-        # Small ops that no plan sees follow the op after which they came.
+        # Small ops outside of the plan follow the op that they followed in the trace.
         if list(dict.fromkeys(runs)) != [op.name for op in self.named.graph.ops]:
             raise PlanError(
                 "the plan changes the order of first runs; the small ops between would be out of "
                 "place. Plan with the planner 'auto'."
             )
-        # Of a model, the action at which its forward pass ends; a step has its loss inside.
+        # For a model, the action at which its forward pass ends; a step contains its loss.
         self.boundary = len(self.actions)
-        # Of the sources of a model's gradients, which have one; and what its results look like.
+        # For a model: which sources have a gradient; and the structure of its results.
         self.has_gradient: tuple[bool, ...] = ()
         self.results: Any = None
-        # The sources that are no variables of the model.
+        # Sources of gradients that are not variables of the model.
         self.others: list[Any] = []
         if self.captured.placeholders:
             targets = [action.target for action in self.actions]
@@ -103,7 +103,7 @@ class Program:
             )
             self.results = traced.structure["results"]
             self.others = traced.structure["others"]
-        # Per storage, the values that lie in it: a buffer, and the views of it.
+        # Per storage, the values in it: a buffer and its views.
         self.values: dict[str, list[int]] = {}
         for value, root in self.named.buffers.root.items():
             if root in self.named.storage:
@@ -115,7 +115,7 @@ class Program:
         return self.plan.actions[check_plan(self.named.graph, self.plan).peak_action].target
 
     def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
-        """Put the planned passes of a call into the graph; return the results of the call."""
+        """Emit the planned passes of a call into the graph; return the results of the call."""
         sources = [*uncast(model.trainable_variables), *self.others]
         outs = _differentiable(self, call.tensors, sources)
         return refilled(self.results, outs)
@@ -128,7 +128,7 @@ class Program:
 
     @property
     def changes_variables_only(self) -> bool:
-        """Whether nothing else is changed, and no other rank is met."""
+        """Whether the step has no other effects, such as communication with other ranks."""
         effects = [self.captured.nodes[at].op for at in self.captured.effects]
         return all(
             kernels.changes_variables(op) and not kernels.is_collective(op) for op in effects
@@ -136,7 +136,7 @@ class Program:
 
 
 class Emission:
-    """A program put into the graph that is being built, once.
+    """Emits a program once, into the graph being built.
 
     inputs : tensors for the step's arguments
     """
@@ -145,7 +145,7 @@ class Emission:
         self.program = program
         self.captured, self.named = program.captured, program.named
         self.buffers = self.named.buffers
-        # Per value, its tensor in this graph, while the plan holds it.
+        # Per value, its tensor in this graph, as long as the plan holds it.
         self.tensors: dict[int, Any] = dict(zip(self.captured.arguments, inputs, strict=True))
         self.tensors.update(self.captured.captures)
         self.ran: set[str] = set()
@@ -153,7 +153,7 @@ class Emission:
         self.changed: dict[int, list[Any]] = {}
 
     def forward(self) -> None:
-        """Emit the actions before the loss; all of them, where the loss is among them."""
+        """Emit the actions before the loss; all of them if the step contains its loss."""
         for at in self.named.followers[""]:
             self.emit(at, first=True)
         self.carry_out(self.program.actions[: self.program.boundary])
@@ -161,7 +161,7 @@ class Emission:
     def backward(self, incoming: list[Any]) -> None:
         """Emit the actions after the loss, from the gradients of the outputs."""
         self.tensors.update(zip(self.captured.placeholders, incoming, strict=True))
-        # For all of them: the plan counts them together, from the loss on.
+        # Wait for all incoming gradients: the plan counts them together, from the loss on.
         self.previous = [*self.previous, *(gradient.op for gradient in incoming)]
         for at in self.named.followers[LOSS]:
             self.emit(at, first=True)
@@ -180,41 +180,41 @@ class Emission:
                     self.emit(at, first=True)
 
     def drop(self, storage: str) -> None:
-        # A storage that a kernel keeps besides its results (where maxima were) has no values.
+        # A storage that a kernel keeps besides its results (positions of maxima) has no values.
         for value in self.program.values.get(storage, ()):
             self.tensors.pop(value, None)
 
     def emit(self, at: int, *, first: bool) -> None:
-        """Put a node into the graph, after the one before it."""
+        """Put a node into the graph, after the previous one."""
         node = self.captured.nodes[at]
         inputs = [self.need(value) for value in node.inputs]
         for place in self.fences(node):
             inputs[place] = self.fenced(inputs[place])
         op = put(node, inputs, self.previous)
         if not kernels.is_collective(node.op):
-            # Collectives meet their peers in the background; only their readers wait.
+            # Collectives run in the background; only their readers wait for them.
             self.previous = [op]
         over = self.buffers.overwritten(at)
         for value, tensor in zip(node.outputs, op.outputs, strict=True):
             name = self.named.storage.get(value)
             if name is None:
-                # Small: held from the first run on, by whoever reads it later.
+                # Small: held from its first run for all later readers.
                 if first:
                     self.tensors[value] = tensor
                 continue
             if over is not None and value == node.outputs[0]:
                 self.drop(name)
-            # Of two results, one may be held still where the op runs again for the other.
+            # One of two results may still be held when the op is recomputed for the other.
             if not any(value in self.tensors for value in self.program.values[name]):
                 self.tensors[value] = tensor
         self.forget_changed(node)
 
     def fences(self, node: Node) -> list[int]:
-        """Which inputs of an op are to be hidden from passes that would change the order.
+        """Return the inputs of an op to hide from graph passes that would change the order.
 
-        oneDNN's pass merges ops by what they read and ignores the control dependencies between
-        them: the result is a cycle. Constant folding turns c * (x * y) into (c * x) * y, and c * x
-        waits for nothing.
+        oneDNN's pass fuses ops along data edges and ignores the control dependencies between them:
+        the result is a cycle. Constant folding turns c * (x * y) into (c * x) * y, and c * x waits
+        for nothing.
         """
         kind = node.op.type
         if kind in ("BiasAdd", "BiasAddGrad"):
@@ -222,7 +222,7 @@ class Emission:
         if kind.startswith("Conv"):
             return [0] if self.source(node.inputs[0]) == "Pad" else []
         family = next((kinds for kinds in _REORDERED if kind in kinds), None)
-        # What is small may come early: no plan counts it.
+        # Small values may be computed early: plans do not count them.
         if family is None or self.buffers.small(node.outputs[0]):
             return []
         known = [value in self.buffers.folded for value in node.inputs]
@@ -233,13 +233,13 @@ class Emission:
         ]
 
     def source(self, value: int) -> str:
-        """The kind of the op that makes a value; "" for arguments and captures."""
+        """Return the type of the op that produces a value; "" for arguments and captures."""
         at = self.buffers.producer.get(value)
         return "" if at is None else str(self.captured.nodes[at].op.type)
 
     def fenced(self, tensor: Any) -> Any:
-        """Return the same buffer under another op, which no pass sees through."""
-        # EnsureShape, as Grappler removes Identity (decision 17).
+        """Return the same buffer as the output of an op that passes do not see through."""
+        # EnsureShape, because Grappler removes Identity (decision 17).
         graph = framework_ops.get_default_graph()
         with graph.control_dependencies([op for op in self.previous if op.graph is graph]):
             fence = tf.raw_ops.EnsureShape(input=tensor, shape=tensor.shape)
@@ -247,7 +247,7 @@ class Emission:
         return fence
 
     def forget_changed(self, node: Node) -> None:
-        """Drop what was read of variables that a node changes: later readers read them anew."""
+        """Drop the values read from variables that a node changes, so that they are read again."""
         if not kernels.has_effect(node.op):
             return
         for handle in (value for value in node.inputs if value in self.captured.variables):
@@ -258,7 +258,7 @@ class Emission:
                         self.tensors.pop(value, None)
 
     def need(self, value: int) -> Any:
-        """Return a value; views and constants are emitted when they are first needed."""
+        """Return a value's tensor; views and constants are emitted when first needed."""
         if value in self.tensors:
             return self.tensors[value]
         at = self.buffers.producer.get(value)
@@ -269,16 +269,16 @@ class Emission:
             )
         node = self.captured.nodes[at]
         if len(node.outputs) > 1 and node.op.type in kernels.ALIASES:
-            # One by one: what the others pass on may be freed, as the input of SiLU is.
+            # Each output separately: inputs behind the others may be freed, e.g. that of SiLU.
             self.tensors[value] = self.need(node.inputs[node.outputs.index(value)])
             return self.tensors[value]
         known = kernels.constant(tensor) if node.op.type in kernels.SHAPES else None
         if known is not None:
-            # The tensor that has that shape may be freed.
+            # A constant, as the tensor with that shape may be freed.
             self.tensors[value] = tf.constant(known, tensor.dtype)
             return self.tensors[value]
         inputs = [self.need(value) for value in node.inputs]
-        # A view takes no memory, so it may come at any time; a read, once the last change is done.
+        # A view takes no memory, so it may run at any time; a read only after the last change.
         after = self.changed.get(node.inputs[0], []) if node.op.type == kernels.READS else []
         op = put(node, inputs, after)
         self.tensors.update(zip(node.outputs, op.outputs, strict=True))
@@ -286,25 +286,25 @@ class Emission:
 
 
 class TrialError(TraceError):
-    """A planned step fails, has other results than the model's own, or exceeds its budget."""
+    """A planned step fails, has results other than the model's own, or exceeds its budget."""
 
 
 def try_model(plain: Any, planned: Any, sample: Any, program: Program | None) -> None:
-    """Run a planned model's step and the plain one, and compare.
+    """Run a planned model's step and the plain one, and compare their results.
 
-    With a sample without values (tf.TensorSpec), and where a step has effects other than on its
-    variables (other ranks, Python), the planned step is only built. The plain one is left out where
-    the device has no memory for it.
+    If the sample has no values (tf.TensorSpec), or the step has effects other than on its variables
+    (other ranks, Python), the planned step is only built. The plain one is skipped if the device
+    has too little memory for it.
 
-    Raises TrialError if it cannot be built or run, holds more than the budget, or has other
+    Raises TrialError if the planned step cannot be built or run, exceeds the budget, or has other
     results.
 
-    program : what carries the step out; None where the model itself runs, layers of it twice
+    program : the planned ops; None if the model's own call runs, with layers recomputed
     """
     step, device = model_step(planned), main_device()
     try:
         with warnings.catch_warnings():
-            # What a user would be warned about is the trial's failure.
+            # Anything to warn about makes the trial fail below.
             warnings.simplefilter("ignore", PlanWarning)
             step.get_concrete_function(*call_arguments(sample))
     except Exception as error:
@@ -312,7 +312,7 @@ def try_model(plain: Any, planned: Any, sample: Any, program: Program | None) ->
     refused = planned.__dict__["sn_memory"].refused
     if refused:
         raise TrialError(f"its step is not the planned one: {next(iter(refused))}")
-    # Run an extra time, a step may change nothing but variables, which are put back.
+    # As it runs an extra time, the step may change only variables, which are restored.
     if not has_values(sample) or (program is not None and not program.changes_variables_only):
         return
     variables = variables_of(plain) if program is None else program.changed_variables
@@ -322,7 +322,7 @@ def try_model(plain: Any, planned: Any, sample: Any, program: Program | None) ->
             got = results_of(lambda: step(*args), variables)
         except tf.errors.OpError as error:
             raise TrialError(f"its planned step does not run: {first_line(error)}") from error
-        # By layers, the budget was kept by measurement.
+        # A plan by layers was measured against the budget already.
         if program is not None and has_statistics(device):
             with Allocations(device) as asked_for:
                 step(*args)
@@ -332,7 +332,7 @@ def try_model(plain: Any, planned: Any, sample: Any, program: Program | None) ->
                     f"its planned step holds {show_bytes(held)} on the sample; the budget is "
                     f"{show_bytes(plan.budget_bytes)}"
                 )
-    # Beyond the limit the process may be killed, with no error to catch.
+    # Above the limit the process may be killed, with no error to catch.
     limit, plan = smallest_limit(), planned.__dict__["sn_memory"].plan
     if limit is None or plan.baseline_peak_bytes < limit.free_bytes:
         _compare(plain, args, got, variables)
@@ -356,7 +356,7 @@ def _compare(plain: Any, args: Any, got: Results, variables: Sequence[Any]) -> N
         off = relative_error(expected, got, on_nudged_weights, unit)
         if off <= allowed:
             return
-        # The plain step against itself: kernels that add in any order differ by chance.
+        # The plain step against itself: results of kernels that sum in any order vary.
         if relative_error(expected, plainly(), on_nudged_weights, unit) > allowed:
             log.info("two plain steps differ by chance: the planned one was not compared")
             return
@@ -371,9 +371,9 @@ def _compare(plain: Any, args: Any, got: Results, variables: Sequence[Any]) -> N
 
 
 def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
-    """Return gradients that raise TraceError where an outer tape asks for theirs.
+    """Return gradients that raise TraceError if an outer tape differentiates them.
 
-    made_of : what they depend on; through the ops of a plan no tape would see that
+    made_of : tensors they depend on; tapes do not see that through the ops of a plan
     """
     sources = [tensor for tensor in made_of if tensor is not None]
 
@@ -396,17 +396,17 @@ def _first_only(gradients: list[Any], made_of: list[Any]) -> list[Any]:
 
 
 def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any]) -> list[Any]:
-    """Put the planned passes into the graph; the tape sees one op with one gradient."""
+    """Emit the planned passes into the graph; the tape sees one op with one gradient."""
     captured = program.captured
-    # TensorFlow registers each custom gradient under a name for good, and with it keeps both graphs
-    # alive. The backward pass is emitted once only, so its name can go then.
+    # TensorFlow registers each custom gradient under a name permanently, which keeps both graphs
+    # alive. The backward pass is emitted only once, so the name can be removed then.
     registered: list[str] = []
 
     @tf.custom_gradient
     def passes(*_: Any) -> Any:
         emission = Emission(program, inputs)
         emission.forward()
-        # A model's outputs are its results and after them its gradients.
+        # The captured outputs are the model's results followed by its gradients.
         count = len(captured.outputs) - len(captured.gradients)
         outs = [emission.need(value) for value in captured.outputs[:count]]
         places = [captured.outputs.index(value) for value in captured.targets]
@@ -443,7 +443,7 @@ def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any
 
         return outs, backward
 
-    # Arguments only so that the tape asks for their gradients: the planned ops read the variables.
+    # Passed only so that the tape requests their gradients: the planned ops read the variables.
     read = [tf.convert_to_tensor(variable) for variable in variables]
     results = _as_list(passes(*read))
     registered += {result.op.get_attr("_gradient_op_type").decode() for result in results}
@@ -451,5 +451,5 @@ def _differentiable(program: Program, inputs: list[Any], variables: Sequence[Any
 
 
 def _as_list(results: Any) -> list[Any]:
-    """Return the results of a custom gradient, which returns a single one as it is."""
+    """Return the results of a custom gradient as a list; it returns a single one bare."""
     return list(results) if isinstance(results, list | tuple) else [results]

@@ -13,19 +13,19 @@ E = TypeVar("E", bound=Exception)
 
 
 class TraceError(RuntimeError):
-    """The model or step cannot be traced as a graph, or not be run as traced.
+    """The model or step cannot be traced as a graph, or cannot be run as traced.
 
-    The message says which op, and what to do. The model or step is left as it was.
+    The message names the op and says what to do. The model or step is left as it was.
     """
 
 
 def warn(text: str) -> None:
-    """Warn at the line of user code: outside of this package, Keras and TensorFlow."""
+    """Warn at the calling line of user code, outside of this package, Keras and TensorFlow."""
     warn_user(text, *(library.__file__.removesuffix("__init__.py") for library in (keras, tf)))
 
 
 def first_line(error: Exception) -> str:
-    """Return the line of an error that says what happened, without what Keras adds around it."""
+    """Return the line of an error that says what happened, without what Keras adds to it."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):
         del lines[0]
@@ -36,8 +36,8 @@ def first_line(error: Exception) -> str:
 def as_it_is(error: E) -> E:
     """Return an error that passes through Keras' calls unchanged, with its class and its fields.
 
-    Keras replaces errors by ones that list the arguments of the call; errors whose constructor
-    takes more than a message become a RuntimeError.
+    Keras replaces errors by new ones that list the arguments of the call; an error whose
+    constructor takes more than a message becomes a RuntimeError.
     """
     # Keras sets this on errors that it has already replaced.
     error._keras_call_info_injected = True  # type: ignore[attr-defined]

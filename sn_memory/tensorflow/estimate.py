@@ -33,11 +33,11 @@ def estimate(
     Parameters
     ----------
     model, sample
-        As in `trace`; a tf.TensorSpec suffices as sample.
+        As in `trace`; a tf.TensorSpec suffices for the sample.
     optimizer
         A Keras optimizer or its name, for a model.
     device
-        A name of the table, e.g. "h100": for its capacity, and for predicted seconds.
+        Name of a known device, e.g. "h100": for its capacity, and for predicted seconds.
 
     Raises
     ------
@@ -72,14 +72,14 @@ def estimate(
         return peak(trace(model, resized_args, profile=False).graph).bytes + held
 
     highest, captured, buffers = peak(traced.graph), traced.captured, traced.named.buffers
-    # From the captured step: in the graph, small variables share one storage, whatever their role.
+    # From the captured step: in the graph, small variables of all roles share one storage.
     roles = dict.fromkeys(("parameter", "state", "input"), 0)
     for value in (*captured.arguments, *captured.captures):
         role = "input" if value in captured.arguments else "state"
         if value in captured.variables and captured.variables[value].trainable:
             role = "parameter"
         roles[role] += buffers.sizes[value]
-    # By root: gradients of tied weights, or of the terms of a sum, may share one buffer.
+    # By root buffer: gradients of tied weights, or of the terms of a sum, may share one.
     gradients = {buffers.root[value] for value in captured.gradients}
     return Estimate(
         parameters_bytes=roles["parameter"],
@@ -107,7 +107,7 @@ def _reserved(graph: Graph, held: int, device: Device | str | None) -> int:
     settings = bfc_settings(device)
     if settings is None or not settings.caching:
         return 0
-    # For the step without a plan: nothing recomputed, everything freed after its last use.
+    # For the unplanned step: nothing is recomputed, everything is freed after its last use.
     resident, step = stays(graph, policy("liveness")(graph, budget_bytes=None))
     return settings.reserved([*resident, (0, 1, held)], step).peak_bytes
 
@@ -116,13 +116,13 @@ def _left(traced: Trace) -> int:
     """Bytes live after the last forward op, without resident storages."""
     graph = traced.graph
     forward = [at for at, op in enumerate(graph.ops) if op.phase == "forward"]
-    if not forward:  # a single linear layer needs nothing again but its input
+    if not forward:  # a single linear layer keeps nothing but its input
         return 0
     return int(live_bytes(graph)[forward[-1]] - graph.base_bytes)
 
 
 def _batch(args: tuple[Any, ...]) -> int | None:
-    # If inputs differ in their first dimension, it is unknown which one is the batch.
+    # If the first dimensions of inputs differ, the batch size is unknown.
     specs = [spec for spec in tf.nest.flatten(args) if isinstance(spec, tf.TensorSpec)]
     sizes = {spec.shape[0] if spec.shape.rank else None for spec in specs}
     return sizes.pop() if len(sizes) == 1 else None

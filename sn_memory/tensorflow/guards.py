@@ -1,9 +1,9 @@
-"""What a plan of ops depends on: the arguments of the model's call, and settings of its layers.
+"""Validity of a plan of ops: the arguments of the model's call, and settings of its layers.
 
-A plan holds for the arguments it was traced with: the same names, the same structure, tensors of
-the same shapes and types, and the same values of all else. One more flag or mask makes another
-call. A rate of dropout or a factor is a constant of the trace, and is compared whenever a planned
-model is traced into a function.
+A plan is valid for the arguments it was traced with: the same names, the same structure, tensors of
+the same shapes and dtypes, and equal values of everything else. An additional flag or mask makes a
+different call. A dropout rate or a factor is a constant of the trace, and is compared whenever a
+planned model is traced into a function.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ import tensorflow as tf
 
 from .errors import TraceError
 
-# Immutable values: where one changes, it is another object.
+# Immutable values: a changed one is another object.
 SIMPLE: Final = (
     bool, int, float, complex, str, bytes, type(None), type, tf.DType, FunctionType,
     BuiltinFunctionType,
 )  # fmt: skip
 Settings = dict[tuple[str, str], Any]
-# Of a model: what `compile` and `fit` set, and no result of a step depends on.
+# Attributes of a model set by `compile` and `fit`; no result of a step depends on them.
 _TRAINING = frozenset({"stop_training", "history", "optimizer", "compiled", "loss", "metrics"})
-# Prefixes of what TensorFlow and Keras keep on any object for themselves.
+# Prefixes of attributes that TensorFlow and Keras keep on objects for themselves.
 _THEIRS = ("_self_", "_compile", "_keras", "_tf_", "_obj_")
-# Lists and dicts among attributes are opened to this depth: they may contain themselves.
+# Lists and dicts in attributes are searched to this depth: they may contain themselves.
 _DEPTH = 3
 _NOT_PLAIN = object()
 
 
 @dataclass
 class Call:
-    """A call of a model: its arguments, its key among all calls, and its tensors.
+    """A call of a model: its arguments, the key that identifies it, and its tensors.
 
-    training : True; or None, where a gradient is taken of a call that does not say so
-    why : it has no key
+    training : True; or None if a gradient is taken of a call without the flag
+    why : reason for which it has no key
     """
 
     args: tuple[Any, ...]
@@ -60,12 +60,12 @@ def call_of(
     kwargs: Mapping[str, Any],
     training: bool | None = True,
 ) -> tuple[Hashable, list[Any]]:
-    """Return the key of a call, by which it is planned for, and its tensors in a fixed order.
+    """Return the key of a call, under which its plan is stored, and its tensors in a fixed order.
 
-    The same argument by place and by name is the same call; defaults do not count.
-    Raises TraceError for what is neither a tensor nor a plain value, such as a RaggedTensor.
+    An argument by position or by name makes the same call; defaults do not count.
+    Raises TraceError for arguments that are neither tensors nor plain values: a RaggedTensor, say.
 
-    signature : of the model's `call`
+    signature : signature of the model's `call`
     training : as in Call, whether or not `call` takes it
     """
     bound = dict(signature.bind(*args, **kwargs).arguments)
@@ -104,7 +104,7 @@ def describe(key: Hashable) -> str:
 
 
 def is_open(key: Hashable) -> bool:
-    """Whether a tensor of a call has a size that is not known yet."""
+    """Whether a tensor of a call has an unknown size."""
     return any(
         isinstance(kind, tuple) and None in kind
         for _, kind, _ in key  # type: ignore[attr-defined]
@@ -112,19 +112,19 @@ def is_open(key: Hashable) -> bool:
 
 
 def signature_of(call: Hashable, variables: Sequence[Any]) -> Hashable:
-    """Return what a plan of a model depends on: the key of its call, and what trains."""
-    # By id: a layer that is frozen takes its variables out, and shapes would not tell.
+    """Return what a plan of a model depends on: the key of its call, and the trained variables."""
+    # By id: freezing a layer removes its variables, which shapes might not show.
     return call, tuple(id(variable) for variable in variables)
 
 
 def opaque(values: Any) -> Any:
-    """Return a leaf that may hold tensors out of reach (an object, a RaggedTensor), or None."""
+    """Return a leaf that may hide tensors (an object, a RaggedTensor), or None."""
     leaves = tf.nest.flatten(values)
     return next((leaf for leaf in leaves if not isinstance(leaf, (tf.Tensor, *SIMPLE))), None)
 
 
 def tensors_in(values: Any) -> list[Any]:
-    """Return the tensors of a structure, in its order."""
+    """Return the tensors of a structure, in order."""
     leaves = tf.nest.flatten(values, expand_composites=True)
     return [leaf for leaf in leaves if isinstance(leaf, tf.Tensor)]
 
@@ -137,15 +137,15 @@ def argument_tensors(args: Any) -> list[Any]:
 
 
 def constants_of(arguments: tuple[Any, ...]) -> dict[tuple[Hashable, ...], Any]:
-    """Return what of a step's arguments is no tensor, by its place: constants of its trace.
+    """Return the leaves of a step's arguments that are not tensors, by path: its trace's constants.
 
-    Variables are: a trace reads those it was given.
+    Variables are among them: a trace reads those it was given.
     """
     return {path: leaf for path, leaf in _leaves(arguments, ()) if not _is_tensor(leaf)}
 
 
 def check_constants(planned: Mapping[Any, Any], arguments: tuple[Any, ...]) -> None:
-    """Raise ValueError where arguments hold other constants than those a step was planned with."""
+    """Raise ValueError if arguments hold other constants than those a step was planned with."""
     now = constants_of(arguments)
     for path in {**planned, **now}:
         one, other = (values.get(path, _NOT_PLAIN) for values in (planned, now))
@@ -162,7 +162,7 @@ def check_constants(planned: Mapping[Any, Any], arguments: tuple[Any, ...]) -> N
 
 
 def _is_tensor(leaf: Any) -> bool:
-    """Whether a leaf is handed to a trace as tensors: an array, a ragged tensor, an iterator."""
+    """Whether a leaf is passed to a trace as tensors: an array, a ragged tensor, an iterator."""
     if isinstance(leaf, tf.Variable):
         return False
     kinds = tf.TypeSpec, tf.__internal__.CompositeTensor
@@ -170,7 +170,7 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def refilled(results: Any, tensors: Sequence[Any]) -> Any:
-    """Return a structure with its tensors replaced, in their order."""
+    """Return a structure with its tensors replaced, in order."""
     rest = iter(tensors)
     return tf.nest.map_structure(
         lambda leaf: next(rest) if isinstance(leaf, tf.Tensor) else leaf,
@@ -180,13 +180,13 @@ def refilled(results: Any, tensors: Sequence[Any]) -> Any:
 
 
 def settings_of(model: Any) -> Settings:
-    """Return plain values (numbers, text, functions) among attributes of a model and its layers.
+    """Return the plain values (numbers, text, functions) in attributes of a model and its layers.
 
-    Keys are a layer's name with its place, and the attribute.
+    A key is a layer's name with its position, and the attribute.
     """
     settings: Settings = {}
     for place, layer in enumerate(model._flatten_layers()):
-        # Names of layers may be equal.
+        # Layers may have equal names.
         name = f"{layer.name} #{place}"
         settings[name, "trainable"] = layer.trainable
         settings[name, "dtype policy"] = layer.dtype_policy.name
@@ -199,12 +199,12 @@ def settings_of(model: Any) -> Settings:
 
 
 def steady(before: Settings, after: Settings) -> Settings:
-    """Return the settings that a trace left as they were: a counter of calls is none."""
+    """Return the settings that a trace left unchanged; this excludes a counter of calls."""
     return {key: value for key, value in after.items() if key in before and before[key] == value}
 
 
 def changed(then: Settings, now: Settings) -> bool:
-    """Say whether a setting has another value than it had."""
+    """Whether a setting has changed."""
     return any(key in now and now[key] != value for key, value in then.items())
 
 
@@ -215,8 +215,8 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _leaves(value: Any, path: tuple[Hashable, ...]) -> Iterator[tuple[tuple[Hashable, ...], Any]]:
-    """Yield what is in dicts, lists and tuples, with the path to it."""
-    # Sorted: dicts that differ in their order only are the same argument.
+    """Yield the leaves of dicts, lists and tuples, with their paths."""
+    # Sorted: dicts that differ only in their order are the same argument.
     if isinstance(value, Mapping):
         for name, item in sorted(value.items(), key=lambda pair: repr(pair[0])):
             yield from _leaves(item, (*path, name))

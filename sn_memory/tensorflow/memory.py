@@ -1,11 +1,10 @@
-"""What was requested of TensorFlow's allocator while something ran, and what it handed out.
+"""Bytes requested from TensorFlow's allocator while something ran, and bytes it allocated.
 
-The allocator's statistics count blocks as they are handed out. The allocator (BFC) hands a free
-block out whole unless it is at least twice what was requested, so this count depends on what ran
-before, and is up to twice what tensors hold. The profiler's trace has both numbers for each block,
-and the op that requested it.
+The allocator's statistics count allocated blocks. The allocator (BFC) does not split a free block
+that is less than twice the request, so this count depends on what ran before, and is up to twice
+what tensors hold. The profiler's trace has both sizes of each block, and the op that requested it.
 
-On a CPU both need oneDNN, as TensorFlow is released for x86, and see blocks of 256 KiB and more.
+On a CPU both need oneDNN, as in TensorFlow's releases for x86, and see blocks of 256 KiB and more.
 """
 
 from __future__ import annotations
@@ -21,29 +20,29 @@ import tensorflow as tf
 from .errors import TraceError
 
 _ALLOCATED, _FREED = "MemoryAllocation", "MemoryDeallocation"
-# What goes through the traced allocator of the CPU; smaller blocks are malloc's, and in no count.
+# Smallest block of the CPU's traced allocator; smaller ones come from malloc and are not counted.
 TRACED_BYTES: Final = 1 << 18
-# Of names of profiler traces, by which `Allocations` knows those that it is to report on.
+# Name prefix of the profiler traces that `Allocations` reports on.
 MARK: Final = "sn_memory "
-# Picoseconds, what happened, and the fields of the event.
+# Time in picoseconds, name and fields of an event.
 Event = tuple[int, str, dict[str, Any]]
 
 
 def main_device() -> str:
-    """The device whose memory is planned: the first GPU, else the CPU."""
+    """Return the device whose memory is planned: the first GPU, else the CPU."""
     return "GPU:0" if tf.config.list_physical_devices("GPU") else "CPU:0"
 
 
 def bytes_of(value: Any) -> int:
-    """Bytes of a tensor or variable; 0 where its size is unknown."""
+    """Return the bytes of a tensor or variable; 0 if its size is unknown."""
     count = tf.TensorShape(value.shape).num_elements() or 0
     return int(count) * int(tf.as_dtype(value.dtype).size)
 
 
 def has_statistics(device: str) -> bool:
-    """Say whether the allocator of a device counts."""
-    # Over the system's allocator (TF_ONEDNN_USE_SYSTEM_ALLOCATOR) there are statistics that stay at
-    # zero. The total is compared, not a difference, which frees of other threads could hide.
+    """Whether the allocator of a device has working statistics."""
+    # With the system's allocator (TF_ONEDNN_USE_SYSTEM_ALLOCATOR) statistics exist but stay at
+    # zero. The total is compared, as frees in other threads could hide a difference.
     with tf.device(device):
         block = tf.zeros((1 << 20,), tf.uint8)
     try:
@@ -58,7 +57,7 @@ def has_statistics(device: str) -> bool:
 class Holding:
     """A block: the op that requested it, its use (`output`, `temp`), bytes requested and allocated.
 
-    The results of a Python function in the graph are requested "outside of ops".
+    For the results of a Python function in the graph, the op is "outside of ops".
     """
 
     op: str
@@ -73,23 +72,23 @@ class Allocations:
     Attributes
     ----------
     peak_bytes
-        The most that was requested and not yet freed, beyond what was held at the start.
+        The most bytes requested and not yet freed, beyond those held at the start.
     allocated_peak_bytes
-        The same, in the sizes of the allocated blocks.
+        The same, counting the sizes of the allocated blocks.
     left_bytes
-        Requested and not freed at the end.
+        Bytes requested and not freed at the end.
     holders
         The blocks held at `peak_bytes`, largest first.
     scratch_bytes
-        Per `tf.profiler.experimental.Trace` in the context whose name begins with MARK: the most
-        requested in it, less what it left.
+        Per `tf.profiler.experimental.Trace` in the context whose name begins with MARK: the peak
+        of the bytes requested in it, minus those it left.
     held_bytes
-        Per such trace: requested since the context was entered and not freed at the trace's end.
+        Per such trace: bytes requested since the context began and not freed at the trace's end.
 
     Raises
     ------
     TraceError
-        If the device's allocator does not count, or another profiler runs.
+        If the device's allocator has no statistics, or another profiler runs.
 
     Examples
     --------
@@ -172,7 +171,7 @@ def _account(events: list[Event]) -> tuple[list[int], int, tuple[Holding, ...]]:
 
 
 def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, int, int]]]:
-    """Return an allocator's events in order of time, and the marks: name, begin, end."""
+    """Return an allocator's events in chronological order, and the marks: name, begin, end."""
     from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
     events: list[Event] = []
@@ -201,5 +200,5 @@ def _read(folder: Path, allocator: str) -> tuple[list[Event], list[tuple[str, in
 def _value(stat: Any, keys: dict[int, str]) -> Any:
     kind = stat.WhichOneof("value")
     value = getattr(stat, kind)
-    # Text that occurs often is stored among the keys.
+    # Frequent strings are stored in the table of keys.
     return keys[value] if kind == "ref_value" else value

@@ -2,8 +2,8 @@
 
 A tensor that is zero except for rounding, such as the gradient of a bias before batch norm, differs
 by 100 % when sums are computed in another order. So a difference is not taken relative to its
-tensor's largest value if that value itself is rounding error; the effect of rounding is measured by
-a run with weights perturbed at random in their last bit.
+tensor's largest value if that value itself is rounding error. The effect of rounding is measured
+by a run with weights perturbed at random in their last bit.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
-from keras.src.models.functional import Functional  # keras.Model makes it; it has none either
+from keras.src.models.functional import Functional  # made by keras.Model; no public name either
 
 from .errors import TraceError
 from .guards import tensors_in
 
-# State that Keras sets around a call; everything else it keeps per thread are settings and seeds.
+# State that Keras sets around a call; its other per-thread state is settings and seeds.
 _AROUND: Final = ("current_call_ctx", "autocast_scope", "name_scope_stack", "stateless_scope")
 
 T = TypeVar("T")
 
 
 def check_model(model: Any, sample: Any) -> None:
-    """Raise TraceError for a model that is not built, or whose `call` a twin would not have.
+    """Raise TraceError for a model that is not built, or whose `call` a twin would not inherit.
 
     Raise TypeError if a functional model of several inputs gets one tensor.
     """
@@ -57,9 +57,9 @@ def check_model(model: Any, sample: Any) -> None:
 def variables_of(model: Any) -> list[Any]:
     """Return a model's variables, and the states of recurrent layers with `stateful=True`.
 
-    Keras 3 does not count these among a model's variables, but its steps move them.
+    Keras 3 does not count these among a model's variables, but training steps change them.
     """
-    # By id: comparing two Keras variables makes a tensor.
+    # By id: comparing two Keras variables returns a tensor.
     variables = {id(v): v for v in model.variables}
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
@@ -71,14 +71,14 @@ def variables_of(model: Any) -> list[Any]:
 def uncast(variables: Iterable[Any]) -> list[Any]:
     """Return TensorFlow's variables behind those of Keras.
 
-    Under a mixed-precision policy, `value` within the call of a model is a cast of the variable: a
-    tape that watches it has no gradient for the weight.
+    Under a mixed-precision policy, `value` within a model's call is a cast of the variable: a tape
+    that watches it has no gradient for the weight.
     """
     return [variable._value for variable in variables]
 
 
 def compute_dtypes(model: Any) -> list[Any]:
-    """Return the types that the layers of a model compute in."""
+    """Return the dtypes that the layers of a model compute in."""
     dtypes = (layer.compute_dtype for layer in model._flatten_layers())
     return [dtype for dtype in dtypes if dtype is not None]
 
@@ -97,7 +97,7 @@ def call_arguments(sample: Any) -> tuple[Any, ...]:
 
 
 def as_specs(arguments: Any) -> Any:
-    """Return a structure with tensor specifications in the place of tensors and arrays."""
+    """Return a structure with tensors and arrays replaced by tensor specifications."""
 
     def spec(leaf: Any) -> Any:
         if isinstance(leaf, tf.TypeSpec | tf.Variable):
@@ -122,7 +122,7 @@ def as_tensors(sample: Any) -> tuple[Any, ...]:
 
 
 def has_values(sample: Any) -> bool:
-    """Whether a sample can be run: it contains no tf.TensorSpec, nor one of a ragged tensor."""
+    """Whether a sample can be run: it contains no tf.TensorSpec or other tf.TypeSpec."""
     return not any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(sample))
 
 
@@ -137,10 +137,10 @@ def _is_composite(leaf: Any) -> bool:
 
 
 def twin_of(model: Any, mixin: type) -> Any:
-    """Return a model that shares everything with another, and whose class begins with a mixin."""
+    """Return a model that shares everything with another, its class preceded by a mixin."""
     kind: Any = type(model)
 
-    # Keras inspects the signature of `call`, and gets that of the model.
+    # Keras inspects the signature of `call`, so it is the model's.
     @functools.wraps(kind.call)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         return mixin.call(self, *args, **kwargs)  # type: ignore[attr-defined]
@@ -150,7 +150,7 @@ def twin_of(model: Any, mixin: type) -> Any:
     # Not by `__init__`, which would create new layers and variables.
     twin: Any = object.__new__(type(kind.__name__, (mixin, kind), names))
     twin.__dict__.update(model.__dict__)
-    # Functions that Keras has already made call the model they were made for.
+    # Functions that Keras has already created call the model they were created for.
     for key in ("train_function", "test_function", "predict_function"):
         if key in twin.__dict__:
             twin.__dict__[key] = None
@@ -168,7 +168,7 @@ def without_warning(function: Any) -> Any:
 
 
 def model_step(model: Any, *, training: bool | None = True) -> Any:
-    """A step of a model: its outputs and all gradients, given fixed gradients of the outputs."""
+    """Return a step: a model's outputs and all gradients, for fixed gradients of the outputs."""
 
     @without_warning
     @tf.function(autograph=False)
@@ -177,8 +177,8 @@ def model_step(model: Any, *, training: bool | None = True) -> Any:
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(variables)
             outs = _floating(model(*args, **kwargs, training=training))
-        # Gradients come after all outputs, as those of a loss do. They need none of them, so that
-        # the executor would otherwise begin the backward pass of one output before another is done.
+        # Incoming gradients wait for all outputs, as a loss's do. They depend on none, so otherwise
+        # the executor would start the backward pass of one output before another is computed.
         with tf.control_dependencies(outs):
             incoming = [_drawn(place, out) for place, out in enumerate(outs)]
         return outs, tape.gradient(outs, variables, output_gradients=incoming)
@@ -187,14 +187,14 @@ def model_step(model: Any, *, training: bool | None = True) -> Any:
 
 
 def update_step(model: Any) -> Any:
-    """A step of a model with a loss and an optimizer's update, as where `fit` runs.
+    """Return a step of a model with a loss and an optimizer's update, as in `fit`.
 
-    The loss is the squared distance from fixed values. What reads a weight after its update comes
-    to other results. The optimizer is one of Keras: its gradients pass through one IdentityN, by
-    which Grappler takes reads and updates for ordered, drops the control edges, and then dissolves
+    The loss is the squared distance from fixed values. Reading a weight after its update gives
+    different results. A Keras optimizer is used because its gradients pass through one IdentityN:
+    Grappler concludes that reads and updates are ordered, drops the control edges, and then removes
     the IdentityN.
     """
-    # A late read is off in proportion to the rate.
+    # The error of a late read is proportional to the learning rate.
     optimizer = keras.optimizers.SGD(1.0)
     optimizer.build(model.trainable_variables)
 
@@ -223,21 +223,21 @@ def _floating(results: Any) -> list[Any]:
 
 
 def _drawn(place: int, like: Any) -> Any:
-    """Return values like those of a tensor, for its place the same in each step and each graph."""
+    """Return random values of a tensor's shape, the same for a place in every step and graph."""
     return tf.random.stateless_normal(tf.shape(like), (place, 0), dtype=like.dtype)
 
 
 def wait_for(results: Any) -> None:
-    """Wait until results are there; on a GPU, work is only queued when a call returns."""
+    """Wait until results are computed; on a GPU, work is only queued when a call returns."""
     tensors = tensors_in(results)
-    # The last one's value: all work was queued in one order.
+    # The value of the last one suffices: all work was queued in order.
     if tensors and "GPU" in tensors[-1].device:
         np.asarray(tf.reshape(tensors[-1], (-1,))[:1])
 
 
 @contextmanager
 def put_back(variables: Sequence[Any]) -> Iterator[None]:
-    """Restore the values of variables at the end, whatever happens."""
+    """Restore the values of variables at the end, also after an exception."""
     before = [variable.numpy() for variable in variables]
     try:
         yield
@@ -248,10 +248,10 @@ def put_back(variables: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def restore_model(model: Any) -> Iterator[None]:
-    """Restore at the end what calls of a model change other than variables.
+    """Restore at the end everything but variables that calls of a model change.
 
-    That is attributes of layers, with what is in their lists and dicts; the losses they collected;
-    and the state of Python's and NumPy's random number generators.
+    That is: attributes of layers, with the contents of their lists and dicts; the losses they
+    collected; and the state of Python's and NumPy's random number generators.
     """
     layers = model._flatten_layers()
     # By `__dict__`: setattr would have Keras track each value a second time.
@@ -278,7 +278,7 @@ def restore_model(model: Any) -> Iterator[None]:
 
 
 def _refill(value: Any, before: list[Any]) -> None:
-    """Restore the content of a list or dict; where it is the same, it is left alone."""
+    """Restore the contents of a list or dict, if they changed."""
     now = list(value.items() if isinstance(value, dict) else value)
     if [_identity(value) for value in now] == [_identity(value) for value in before]:
         return
@@ -290,18 +290,18 @@ def _refill(value: Any, before: list[Any]) -> None:
 
 
 def _identity(item: Any) -> Any:
-    """The identity of an item of a list or dict; `items` of a dict makes each pair anew."""
+    """Return an item's identity; dict.items() returns new pairs, so that of key and value."""
     return tuple(map(id, item)) if isinstance(item, tuple) and len(item) == 2 else id(item)
 
 
 def run_outside(function: Callable[[], T]) -> T:
-    """Run a function as if no function were being traced: no graph, no tape, no call of Keras.
+    """Run a function as if nothing were being traced: no graph, no tape, no enclosing Keras call.
 
-    All of that belongs to a thread, so the function runs in another one, which is waited for.
-    tf.init_scope would leave the graph as well, but it stops all tapes of the thread, those opened
-    inside too.
+    All of these are per thread, so the function runs in another thread, which is waited for.
+    tf.init_scope would leave the graph as well, but it stops all tapes of the thread, including
+    those opened inside.
     """
-    # A new thread has none of Keras' settings: its mixed precision, its seeds.
+    # A new thread lacks Keras' settings, e.g. mixed precision and seeds.
     held: dict[str, Any] = vars(global_state.GLOBAL_STATE_TRACKER)
     settings = {key: value for key, value in held.items() if key not in _AROUND}
 
@@ -315,23 +315,23 @@ def run_outside(function: Callable[[], T]) -> T:
 
 
 Results = dict[str, Any]
-# Names of results begin with it; all others are variables'.
+# Prefix of the names of results; all other names are variables'.
 _RESULT: Final = "result "
-# The part of a tensor's largest value that may be rounding before the tensor counts as rounding.
+# Rounding error above this share of a tensor's largest value: the tensor is rounding error itself.
 _ROUNDING_SHARE: Final = 0.1
-# A difference of up to so many times what the last bit of the weights does is rounding, too: deep
-# networks on few values multiply it, ResNet50 on 64 pixels to a tenth of a gradient.
+# A difference of up to this many times the effect of the weights' last bit is rounding, too: deep
+# networks on few values amplify it, ResNet50 on 64 pixels to a tenth of a gradient.
 _LIKE_ROUNDING: Final = 8
-# Differences of so many last bits need no second look.
+# Differences below this many last bits need no run with nudged weights.
 _FEW: Final = 16
-# The distance from 1 to the next number, by the bits of each type's mantissa.
+# Distance from 1 to the next number, from the bits of each dtype's mantissa.
 _UNITS: Final = {
     tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float32: 2.0**-23, tf.float64: 2.0**-52,
 }  # fmt: skip
 
 
 def results_of(run: Callable[[], Any], variables: Sequence[Any]) -> Results:
-    """Run once from the present state; return results and variables, and put the latter back."""
+    """Run once from the current state; return results and variables, and restore the latter."""
     with put_back(variables):
         flat = tf.nest.flatten(run(), expand_composites=True)
         results = {
@@ -346,7 +346,7 @@ def results_of(run: Callable[[], Any], variables: Sequence[Any]) -> Results:
 
 
 def different(expected: Results, got: Results) -> tuple[str, ...]:
-    """Return the names of what is not bit-equal."""
+    """Return the names of values that are not bit-equal."""
     shared = expected.keys() & got.keys()
     same = {name for name in shared if expected[name].tobytes() == got[name].tobytes()}
     return tuple(sorted((expected.keys() | got.keys()) - same))
@@ -357,12 +357,11 @@ def relative_error(
 ) -> float:
     """Return the largest difference, relative to the largest value of its tensor.
 
-    A tensor that differs by no more than a few times what the last bit of the weights does to it
-    counts by how many such bits that is, times `unit`. One that is zero but for rounding and
-    differs by more is taken relative to the largest value of all results, or of all variables.
+    If a tensor differs by no more than a few times the effect of the weights' last bit on it, the
+    difference counts as a multiple of that effect, times `unit`. A larger difference of a tensor
+    that is zero except for rounding is relative to the largest of all results, or all variables.
 
-    nudged : returns the results with weights that differ in their last bit. Called where it
-        matters.
+    nudged : returns the results with weights that differ in their last bit; called only if needed
     unit : relative difference of that last bit
     """
     names = different(expected, got)
@@ -375,7 +374,7 @@ def relative_error(
         return float("inf")
     gaps = {name: _gap(expected[name], got[name]) for name in names}
     errors = {name: gap / (_largest(expected[name]) or 1.0) for name, gap in gaps.items()}
-    # Spares the third run.
+    # Saves the run with nudged weights.
     if max(errors.values()) < _FEW * unit:
         return max(errors.values())
     other = nudged()
@@ -394,8 +393,8 @@ def relative_error(
 
 @contextmanager
 def nudged(variables: Sequence[Any], unit: float) -> Iterator[None]:
-    """Change variables by a relative `unit` up or down, at random; they are put back."""
-    # Seeded, so that the same step is judged the same each time.
+    """Change variables by a relative `unit` up or down, at random; restore them at the end."""
+    # Seeded, so that a step gets the same verdict each time.
     generator = np.random.default_rng(0)
     with put_back(variables):
         for variable in variables:
@@ -408,14 +407,14 @@ def nudged(variables: Sequence[Any], unit: float) -> Iterator[None]:
 
 
 def unit_of(dtypes: Iterable[Any]) -> float:
-    """Return the step of the least exact among floating types, relative to a value."""
+    """Return the relative rounding unit of the least precise of the floating dtypes."""
     return max(
         (_UNITS[dtype] for dtype in map(tf.as_dtype, dtypes) if dtype in _UNITS), default=2.0**-23
     )
 
 
 def _wide(value: Any) -> Any:
-    """Return numbers as float64; NaN for text and objects, whose difference is no number."""
+    """Return numbers as float64; NaN for text and objects, which cannot be subtracted."""
     return value.astype(np.float64) if value.dtype.kind not in "OSU" else np.full(1, np.nan)
 
 
@@ -424,7 +423,7 @@ def _largest(value: Any) -> float:
 
 
 def _gap(one: Any, other: Any) -> float:
-    """Return the largest difference; what is a number in one run only is infinitely far off."""
+    """Return the largest difference; infinite for a value that is NaN in one run only."""
     if one.tobytes() == other.tobytes():
         return 0.0
     left, right = _wide(one), _wide(other)

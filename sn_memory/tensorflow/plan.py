@@ -70,14 +70,13 @@ def plan(
     budget
         The most live bytes: a number, "6GiB", or "60%" of the unplanned peak (of the largest
         sample, if there are several). Variables, gradients and the input count. For a GPU, present
-        or named, the memory reserved by TensorFlow's allocator keeps it as well. "limit", the
-        default: what this process may still allocate on the model's device.
+        or named, the memory reserved by TensorFlow's allocator stays within it as well. "limit",
+        the default: what this process may still allocate on the model's device.
     planner, techniques
         As in `sn_memory.plan_graph`; the technique `offload` is not available here.
     time_limit_s
-        Wall-clock seconds, kept to within a tenth, that timing ops and searching share; timing gets
-        at most half of them. Tracing and the trial come on top, and so do the steps that `layers`
-        measures.
+        Wall-clock seconds, kept to within a tenth, shared by timing ops and searching; timing gets
+        at most half of them. Tracing, the trial, and the steps that `layers` measures come on top.
     backend
         `graph` runs the traced ops one by one as planned. `layers` recomputes chosen layers in the
         backward pass; it takes any model, and measures on a real sample. `auto` is `graph`, or
@@ -94,8 +93,8 @@ def plan(
 
     Returns
     -------
-    A model of the same class that shares variables and layers with `model`. Its `sn_memory` has the
-    back end, trace and plan, the `kinds` of input seen so far, and writes the report.
+    A model of the same class that shares variables and layers with `model`. Its `sn_memory` holds
+    the back end, trace, plan and the `kinds` of input seen so far, and writes the report.
 
     Raises
     ------
@@ -103,7 +102,7 @@ def plan(
         With `graph`, for a model that cannot be traced; the message says where. With any back end,
         for a model that is not built, or whose `call` was replaced on the instance.
     BudgetError
-        If no plan keeps the budget; carries the smallest peak found and its op.
+        If no plan keeps the budget; has the smallest peak found and its op.
     PlanError
         Without a budget, if no source says how much memory is free; names the sources read.
 
@@ -163,7 +162,7 @@ def plan(
 def _for_several(
     model: Any, samples: list[Any], budget: float | str, options: PlanOptions, backend: str
 ) -> Any:
-    """Plan for the largest sample, to whose step a percentage refers, then for the others."""
+    """Plan for the largest sample, whose step a percentage refers to, then for the others."""
     if not samples:
         raise ValueError("got an empty list of samples, expected at least one.")
     largest, *others = sorted(samples, key=_elements, reverse=True)
@@ -215,7 +214,7 @@ class _ModelPlanner:
         return twin
 
     def by_graph(self, *, all_counted: bool) -> Any:
-        """Return the model planned by its ops; raise if `all_counted` and some are not counted."""
+        """Return the model planned by its ops; raise if some are uncounted and `all_counted`."""
         then = settings_of(self.plain)
         with _as_trace_error():
             report_progress("trace", 0, 1)
@@ -238,7 +237,7 @@ class _ModelPlanner:
             record.take_over(self.before)
             record.keep(signature_of(key, traced.structure["variables"]), key, program, PLANNED)
             report_progress("trial", 0, 1)
-            # Near the limit of the process, malloc has to return what the step frees.
+            # Near the process's memory limit, malloc has to return what the step frees.
             if main_device() == "CPU:0":
                 return_freed(plan.peak_bytes)
             return self.tried(record, program)
@@ -253,21 +252,21 @@ class _ModelPlanner:
         return self.tried(record, None)
 
     def tried(self, record: PlanRecord, program: Program | None) -> Any:
-        """Return a model that carries a record, after a trial of its step."""
+        """Return a model with this record, after a trial of its step."""
         twin = twin_of(self.plain, PlannedCall)
         twin.__dict__[RECORD] = record
         try_model(self.plain, twin, self.sample, program)
         return twin
 
     def by_either(self) -> Any:
-        """Return the model planned by its ops, or else by layers, and say why."""
+        """Return the model planned by its ops; if that fails, by layers, with a warning why."""
         try:
             return self.by_graph(all_counted=True)
         except TraceError as error:
             refusal = error
         try:
             twin = self.by_layers()
-        # Its message is about layers; the note says why layers were tried.
+        # The error's message is about layers; the note says why layers were tried.
         except BudgetError as error:
             error.add_note(f"It was planned by layers, because as a list of ops: {refusal}")
             raise

@@ -25,7 +25,7 @@ from .target import bfc_settings
 from .trace.trace import Trace
 
 RECORD = "sn_memory"
-# What runs a call as planned: both have `plan`, `run`, `settings` and what `verify` needs.
+# Runs a call as planned: both have `plan`, `run`, `settings` and what `verify` needs.
 Step = Program | LayerStep
 # How many kinds of input met during training are kept: each holds a traced graph.
 KINDS = 32
@@ -97,8 +97,8 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     backend
         The back end that runs the plan: `graph` or `layers`.
     traced, latest_plan
-        Trace and plan of the last call of `plan`, of several samples the largest; with `layers`,
-        there is no trace.
+        Trace and plan of the last call of `plan`; for several samples, those of the largest. With
+        `layers`, there is no trace.
     kept
         The steps that run, per kind of input.
     """
@@ -118,7 +118,7 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     # Choices of layers, each with the shapes it was measured on.
     measured: list[tuple[Any, LayerStep]] = field(default_factory=list)
     time: TimeToPlan = field(default_factory=TimeToPlan)
-    # How often the model was traced into a function, and the step of the last time.
+    # How often the model was traced into a function, and the step used the last time.
     count: int = 0
     running: Step | None = None
 
@@ -169,7 +169,7 @@ class PlanRecord(PlannedRecord[Trace, Step]):
         summary = PlannedKind(
             describe(call), how, step.plan.peak_bytes, self.budget_bytes, seconds=seconds or 0.0
         )
-        # As the last of all, even if it was kept before.
+        # Inserted as the last one, even if it was kept before.
         self.kept.pop(kind, None)
         self.kept[kind] = KeptStep(step, summary, used=None if seconds is None else self.count)
         online = {kind: kept.used for kind, kept in self.kept.items() if kept.used is not None}

@@ -6,7 +6,7 @@ ops by itself, they are the model's own.
 
 A call of a kind that was not planned for is traced separately from the function that is being
 built; ops have the same names at any size, so that plans can be reused. If there is no plan of ops,
-or a size is unknown, layers run again, chosen by steps measured on synthetic values. See
+or a size is unknown, layers are recomputed, chosen by steps measured on synthetic values. See
 run/unseen.py.
 """
 
@@ -61,7 +61,7 @@ def step_for(model: Any, record: PlanRecord, call: Call) -> Step | None:
     if wants_input:
         kind = (kind, "a gradient of its input")
     kept = record.kept.get(kind)
-    # A rate that was changed since is a constant in the traced step: another step is planned.
+    # A rate is a constant of the traced step: if it has changed since, another step is planned.
     if kept is not None and not changed(kept.step.settings, settings_of(model)):
         if kept.used is not None:
             kept.used = record.count
@@ -242,7 +242,7 @@ class PlannedCall:
             signature = self._call_signature  # type: ignore[attr-defined]
             call.key, call.tensors = call_of(signature, args, kwargs, training)
         except TraceError as error:
-            # For such calls layers may still run again.
+            # For such calls layers may still be recomputed.
             call.why = str(error).rstrip(".")
         step = self._step(call)
         return plainly(*args, **kwargs) if step is None else step.run(self, plainly, call)
@@ -363,7 +363,7 @@ class ByKind:
         function = self.functions.pop(kind, None)
         if function is None:
             record: PlanRecord = self.model.__dict__[RECORD]
-            # Without time to plan for it, layers run again, for which sizes may be unknown.
+            # Without time to plan for it, layers are recomputed, for which sizes may be unknown.
             if not record.strict and not record.time.left():
                 return self.any
             function = self.make()
@@ -372,7 +372,7 @@ class ByKind:
                 traced = getattr(value, "__wrapped__", value)
                 if isinstance(traced, tf.types.experimental.PolymorphicFunction):
                     without_warning(traced)
-            # `make` has replaced it by Keras' own.
+            # `make` has replaced `train_function` by Keras' own.
             self.model.train_function = self
         self.functions[kind] = function
         while len(self.functions) > KINDS:

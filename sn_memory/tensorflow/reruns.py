@@ -1,9 +1,9 @@
-"""Choice of the layers of a Keras model that run again in the backward pass instead of packing.
+"""Choice of the layers of a Keras model to recompute in the backward pass instead of packing.
 
 A layer that is not packed keeps all of its intermediate results; a block of layers keeps those of
-each. Run again (`modules/rerun.py`), it keeps only its inputs. Which is cheaper is decided on a
+each. If recomputed (`modules/rerun.py`), it keeps only its inputs. The cheaper way is chosen on a
 sample before a step is traced: bytes are counted in a trace, as tensors of the forward pass that
-the gradients read; seconds are those of the layers, and of packing, run eagerly.
+the gradients read; seconds of the layers, and of packing, are measured eagerly.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .trace.kernels import READS
 
 # Ops that return the memory of their first input.
 _VIEWS = ("Identity", "Reshape", "ExpandDims", "Squeeze", "StopGradient", "PreventGradient")
-# Tensors that exist anyway, or are not results of the forward pass.
+# Ops whose tensors exist anyway, or are not results of the forward pass.
 _THERE = ("Placeholder", "Const", "VarHandleOp", READS)
 
 
@@ -43,12 +43,12 @@ Pack = Callable[[Collection[int]], Any]
 
 @dataclass(frozen=True)
 class Mix:
-    """The choice of what runs again.
+    """A choice of sections to recompute.
 
     sections, names : the sections that run again, and their names
     price : seconds that packing takes per byte that it frees
     saved : bytes of the sample's forward pass, and how they are divided
-    kept_bytes : those of them that no layer packs: inputs of sections that run again, and the rest
+    kept_bytes : bytes of `saved` that no layer packs: inputs of recomputed sections, and the rest
     start_bits : the most bits of packed inputs at which the budget is kept; 8 without a budget
     """
 
@@ -73,7 +73,7 @@ def layers_in(sections: Iterable[Section]) -> set[int]:
 
 
 def cheapest_mix(model: Any, sample: Any, pack: Pack, budget_bytes: int | None) -> Mix:
-    """Return the choice of what runs again in a model.
+    """Return the cheapest choice of what to recompute in a model.
 
     sample : arguments of its calls in training; left unchanged
     budget_bytes : of all that the forward pass keeps. None: four times the price of packing is paid
@@ -120,7 +120,7 @@ class _Search:
         self._kept = {frozenset[str](): self.now.all}
 
     def mix(self) -> Mix:
-        """Choose what runs again."""
+        """Choose the sections to recompute."""
         # The price of a byte: seconds of packing everything per byte that this frees.
         rates = rates_of(self.timed)
         every = packing_of(self.timed, rates)

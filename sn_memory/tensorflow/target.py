@@ -72,5 +72,5 @@ def _limit_bytes() -> int:
 
 
 def _switch(name: str, usual: bool) -> bool:
-    """Read an environment switch as TensorFlow does: values but true and false are ignored."""
+    """Read an environment switch like TensorFlow: ignore values other than true and false."""
     return {"true": True, "false": False}.get(os.environ.get(name, ""), usual)

@@ -52,7 +52,7 @@ def verify(model: Any, sample: Any) -> Verification:
     PlanError
         If it is not planned.
     TraceError
-        If the device's allocator does not count, or a profiler runs.
+        If the device's allocator has no statistics, or a profiler runs.
     """
     record: PlanRecord | None = getattr(model, "__dict__", {}).get(RECORD)
     if record is None:
@@ -92,7 +92,7 @@ def verify(model: Any, sample: Any) -> Verification:
         # Before bytes are counted: the first call of a function also traces and folds constants.
         seconds = [min(_seconds(run, variables) for _ in range(2)) for run in runs]
         unplanned, measured = (_allocations(run, variables) for run in runs)
-    # What the planned step was last built from.
+    # The program or layer choice that the planned step was last built from.
     step = record.running
     assert step is not None
     plan, base = step.plan, step.base_bytes

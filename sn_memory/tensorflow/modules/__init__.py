@@ -1,1 +1,1 @@
-"""Layers that run again, for models that cannot be traced: chosen by measurement."""
+"""Recomputation of layers chosen by measurement, for models that cannot be traced."""

@@ -1,8 +1,8 @@
-"""The back end for models that cannot be traced: chosen layers run again in the backward pass.
+"""The back end for models that cannot be traced: recomputes chosen layers in the backward pass.
 
-The sample is run: seconds and bytes of each layer are measured, neighbouring layers are joined, and
-the peak of each choice is measured by the allocator's trace of a step. So the budget is kept on the
-sample, or refused. Keras' own RematScope reruns only layers that are called without keyword
+The sample is run: seconds and bytes of each layer are measured, adjacent layers are joined, and the
+peak of each choice is measured by the allocator's trace of a step. So the budget is either kept on
+the sample or refused. Keras' own RematScope recomputes only layers that are called without keyword
 arguments, chooses by the size of the output, and measures nothing.
 """
 
@@ -41,51 +41,51 @@ from .rerun import Chain, Item, Section, chains_of, crossing, run_in_sections, w
 
 log = logging.getLogger(__name__)
 
-# Models in models are opened no further than this: deeper layers are mostly single ops.
+# Nested models are opened to this depth only: deeper layers are mostly single ops.
 _DEPTH = 3
-# Into how many sections the bytes that the model leaves for the backward pass are divided.
+# Numbers of sections to divide the bytes that the model keeps for the backward pass into.
 _PARTS = (4, 8, 16)
-# TensorFlow's executor takes ops in another order each time, and each order has a peak of its own:
-# two LSTMs hold 38 MiB in two of three steps, and 74 in the third. So many steps are counted, or as
-# many as these seconds hold, but not fewer than the least: eight miss the third once in 25 times.
+# TensorFlow's executor runs ops in another order each time, and each order has its own peak: two
+# LSTMs hold 38 MiB in two of three steps, and 74 in the third. Up to _STEPS steps are measured in
+# _STEPS_S seconds, but at least _LEAST_STEPS: eight miss the third once in 25 times.
 _STEPS, _STEPS_S, _LEAST_STEPS = 16, 4.0, 8
-# Where steps differed, the next may differ by more: their range divided by this is left free.
+# If steps differed, the next may differ by more: their range divided by this is the margin.
 _MARGIN = 4
-# What the rows of a sample that may not fit are divided by.
+# Divides the rows of a sample that may not fit.
 _SHARE = 4
 
 
 @dataclass
 class Behaviour:
-    """What an item did, in all its calls of one forward pass."""
+    """Measurements of an item, over all its calls in one forward pass."""
 
     calls: int = 0
     seconds: float = 0.0
-    # Asked for in its calls and held after them, its results excluded.
+    # Requested in its calls and held after them, excluding its results.
     left_bytes: int = 0
     # Per result of its last call.
     result_bytes: tuple[int, ...] = ()
-    # Keras variables.
+    # Keras variables that it changed.
     changed: list[Any] = field(default_factory=list)
     repeatable: bool = True
 
 
 class Probe:
-    """What each part of a model does in a forward pass, which changes variables and attributes.
+    """Measures each part of a model in a forward pass, which changes variables and attributes.
 
     The sample runs once eagerly under a tape, for seconds and bytes; and once symbolically in
-    Keras' stateless scope, where its updates of variables show as such. What has any other effect
+    Keras' stateless scope, which records updates of variables. An item with any other effect
     (stateful random ops, variables of TensorFlow's own, losses added inside, attributes set,
-    Python's or NumPy's random numbers) would not be the same when run again, and is not repeatable.
-    Nor is what reads variables where Keras does not see it, as a tf.function of a layer does: when
-    it runs again, they may be updated.
+    Python's or NumPy's random numbers) would not behave the same when recomputed: it is not
+    repeatable. Nor is one that reads variables unseen by Keras, as in a tf.function of a layer:
+    they may have been updated by then.
 
-    device : whose allocator is watched. Where it does not count, and where there is none, results
-        stand for what items leave.
+    device : its allocator is measured. If that has no statistics, or for None, the sizes of results
+        stand in for the bytes that items leave.
 
-    chains : all chains of the model, at any depth, per layer that they are right below
+    chains : all chains of the model, at any depth, by the layer directly above them
     behaviour : per item
-    held : per item, bytes held when it has run, beyond what was there at the start
+    held : per item, bytes held once it has run, beyond those held at the start
     """
 
     def __init__(self, model: Any, args: tuple[Any, ...], device: str | None = None) -> None:
@@ -93,7 +93,7 @@ class Probe:
         layers = [model]
         while layers:
             layer = layers.pop()
-            # A layer may be in a model twice.
+            # A layer may occur in a model twice.
             if layer not in self.chains:
                 self.chains[layer] = chains_of(layer)
                 inside = [item.operation for chain in self.chains[layer] for item in chain.items]
@@ -101,7 +101,7 @@ class Probe:
         self._all = [chain for chains in self.chains.values() for chain in chains]
         self.behaviour = {item: Behaviour() for chain in self._all for item in chain.items}
         self.held: dict[Item, int] = {}
-        # Once before: kernels are loaded, and what a layer sets in its first call is set.
+        # A warm-up: loads kernels, and layers set the attributes that a first call sets.
         model(*args, training=True)
         if device is not None and has_statistics(device):
             self._measure(model, args, device)
@@ -110,11 +110,11 @@ class Probe:
         self._trace(model, args)
 
     def left_bytes(self, chain: Chain, items: tuple[Item, ...]) -> int:
-        """What neighbouring items leave, but for results that are needed after them."""
+        """Bytes that adjacent items leave, except for results that are needed after them."""
         if chain.functional is None:
             (item,) = items
             return self.behaviour[item].left_bytes
-        # Not the sum of what each leaves: results between them are kept by neither if both rerun.
+        # Not the sum over items: results between them are not kept if both are recomputed.
         first = chain.items.index(items[0])
         before = self.held[chain.items[first - 1]] if first else 0
         inside = {id(out) for item in items for out in item.node.outputs}
@@ -122,7 +122,7 @@ class Probe:
         return self.held[items[-1]] - before - leave
 
     def crossing_bytes(self, chain: Chain, last: Item, only: set[int] | None = None) -> int:
-        """Bytes of what is made up to an item and needed after it."""
+        """Bytes of the tensors computed up to an item and needed after it."""
         place = chain.items.index(last)
         sizes = {
             id(out): size
@@ -136,8 +136,8 @@ class Probe:
     def _measure(self, model: Any, args: tuple[Any, ...], device: str) -> None:
         marks: dict[str, Item] = {}
 
-        # Two empty marks, and not one around the call: what is held is read at the end of a mark,
-        # and it is what the call adds that counts.
+        # Two empty marks, not one around the call: held bytes are read at the end of a mark, and
+        # the bytes that the call adds are needed.
         def around(item: Item, call: Callable[[], Any]) -> Any:
             name = f"{MARK}{len(marks)}"
             marks[name] = item
@@ -159,7 +159,7 @@ class Probe:
             self.held[item] = end
 
     def _called(self, item: Item, call: Callable[[], Any]) -> Any:
-        """Call, and note its seconds and the bytes of its results."""
+        """Run the call; record its seconds and the bytes of its results."""
         began = time.perf_counter()
         results = call()
         behaviour = self.behaviour[item]
@@ -169,7 +169,7 @@ class Probe:
         return results
 
     def _by_results(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Take results for what items leave."""
+        """Use the sizes of results as the bytes that items leave."""
         held = 0
 
         def around(item: Item, call: Callable[[], Any]) -> Any:
@@ -177,7 +177,7 @@ class Probe:
             results = self._called(item, call)
             size = sum(self.behaviour[item].result_bytes)
             self.behaviour[item].left_bytes += size
-            # The results, and as much again that is left for the backward pass.
+            # The results, and as many bytes again left for the backward pass.
             held += 2 * size
             self.held[item] = held
             return results
@@ -186,7 +186,7 @@ class Probe:
             model(*args, training=True)
 
     def _trace(self, model: Any, args: tuple[Any, ...]) -> None:
-        """Find out which items can be run again, and what they change."""
+        """Find out which items can be recomputed, and which variables they change."""
         variables = {id(v): v for v in variables_of(model)}
         weights = {id(v) for v in model.trainable_variables}
 
@@ -202,15 +202,15 @@ class Probe:
             ops = graph.get_operations()[count:]
             seen = {id(graph.capture(v._value.handle)) for v in scope.read.values()}
             behaviour.repeatable &= (
-                # What is changed is known, and no weight: its gradient would be lost.
+                # Changes only known variables, and no weight: its gradient would be lost.
                 all(key in variables and key not in weights for key in changed)
                 and (len(scope.losses), _rng_state()) == before
                 and _same(_attributes(item.operation), attributes)
                 and not any(kernels.has_effect(op) or kernels.is_random(op) for op in ops)
                 and all(id(v) in seen for op in ops for v in kernels.variables_read(op))
-                # Not in the body of a loop, where a gradient of ours cannot read variables.
+                # Not in the body of a loop, where our custom gradient cannot read variables.
                 and graph is top[-1]
-                # Tensors inside of what cannot be opened would have no gradient.
+                # Tensors inside opaque objects would have no gradient.
                 and opaque(results) is None
             )
             return results
@@ -230,7 +230,7 @@ class Probe:
 
 
 class _Watching(keras.StatelessScope):  # type: ignore[misc]
-    """Knows which variables of Keras were read in it."""
+    """A stateless scope that records which Keras variables are read in it."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -242,7 +242,7 @@ class _Watching(keras.StatelessScope):  # type: ignore[misc]
 
 
 def _attributes(operation: Any) -> list[dict[str, Any]]:
-    """Copies of the attributes of a layer and of those in it."""
+    """Return copies of the attributes of a layer and of the layers in it."""
     inside = operation._flatten_layers() if isinstance(operation, keras.layers.Layer) else []
     return [dict(layer.__dict__) for layer in inside]
 
@@ -255,7 +255,7 @@ def _same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> bool:
 
 
 def _rng_state() -> tuple[Any, str]:
-    # As text: in the state is an array, which `==` compares by element.
+    # As text: the state contains an array, which `==` would compare elementwise.
     legacy: Any = np.random.mtrand._rand  # type: ignore[attr-defined]
     return random.getstate(), repr(legacy.get_state(legacy=False))
 
@@ -266,25 +266,25 @@ class _Measured:
     peak_op: str
 
 
-# No step was measured.
+# Stands for a step that was not measured.
 _NONE = _Measured(0, "")
 
 
 @dataclass(eq=False)
 class LayerStep:
-    """A model whose chosen layers run again in the backward pass.
+    """The step of a model with chosen layers recomputed in the backward pass.
 
-    plan : by measured steps
-    sections : what runs again
-    base_bytes : what counts besides what ops ask for: variables, the sample, the optimizer's state
+    plan : from measured steps
+    sections : recomputed in the backward pass
+    base_bytes : counted besides what ops request: variables, the sample, the optimizer's state
     """
 
     plan: MeasuredPlan
     sections: tuple[Section, ...]
     base_bytes: int
-    # It runs the model's own call, whatever they are.
+    # Empty, as it runs the model's own call, which reads current settings.
     settings: Settings = field(default_factory=dict)
-    # Its peak was counted with the blocks that no allocator's trace shows.
+    # Its peak includes the blocks that the allocator's trace does not show.
     counts_small_blocks = True
 
     @property
@@ -292,7 +292,7 @@ class LayerStep:
         return self.plan.peak_op
 
     def run(self, model: Any, own_call: Callable[..., Any], call: Call) -> Any:
-        """Run a model's own call, with the chosen sections run again later."""
+        """Run a model's own call; the backward pass recomputes the chosen sections."""
         with run_in_sections(self.sections, model):
             return own_call(*call.args, **call.kwargs)
 
@@ -305,18 +305,18 @@ def layer_step(
     resident_bytes: int = 0,
     safely: bool = False,
 ) -> LayerStep:
-    """Choose the layers of a model that run again.
+    """Choose the layers of a model to recompute.
 
-    model, sample, budget : the plain model and a real sample; it is run, and left as it was.
-    resident_bytes : what counts besides the step: the optimizer's state.
-    safely : the sample may not fit without a plan: synthetic values stand for it, what layers leave
-        is measured on a quarter of its rows where that shows it, and no step is run in which
-        nothing runs again. If no choice keeps the budget, the one with the smallest peak is taken.
-        Where the device's allocator does not count, all of the finest cut runs again, unmeasured.
+    model, sample, budget : the plain model and a real sample; the model is run, and left as it was.
+    resident_bytes : bytes that count besides the step: the optimizer's state.
+    safely : the sample may not fit without a plan: synthetic values replace it, the bytes that
+        layers leave are measured on a quarter of its rows if that shows them, and no step without
+        recomputation is run. If no choice keeps the budget, the one with the smallest peak is used.
+        If the device has no allocator statistics, all of the finest cut is recomputed, unmeasured.
 
-    Raises TraceError if the sample has no values, or the device's allocator does not count;
-    `safely`, if nothing can be run again.
-    Raises BudgetError if no choice of layers keeps the budget on the sample; not if `safely`.
+    Raises TraceError if the sample has no values, or the device's allocator no statistics; with
+    `safely`, if nothing can be recomputed.
+    Raises BudgetError if no choice of layers keeps the budget on the sample; not with `safely`.
     """
     args = sample if isinstance(sample, tuple) else (sample,)
     if safely:
@@ -334,7 +334,7 @@ def layer_step(
 
 
 def _synthetic(leaf: Any) -> Any:
-    """Return values for a tf.TensorSpec: numbers drawn at random, zeros or True."""
+    """Return values for a tf.TensorSpec: random numbers, zeros or True."""
     if not isinstance(leaf, tf.TensorSpec):
         return leaf
     if leaf.dtype.is_floating:
@@ -343,7 +343,7 @@ def _synthetic(leaf: Any) -> Any:
 
 
 class _InSections:
-    """A model whose `call` has the sections that are measured."""
+    """Mixin for a model whose `call` recomputes the sections being measured."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         with run_in_sections(self.__dict__["_sn_memory_sections"], self):
@@ -351,18 +351,18 @@ class _InSections:
 
 
 class _Search:
-    """Looks for the layers to run again: probes once, then measures choices."""
+    """Searches for the layers to recompute: probes once, then measures choices."""
 
     def __init__(self, model: Any, args: tuple[Any, ...], base_bytes: int, *, safely: bool) -> None:
         self.model, self.args, self.base_bytes, self.safely = model, args, base_bytes, safely
         self.device = main_device()
         self.twin = twin_of(model, _InSections)
-        # Bytes of the sample for one of what was watched.
+        # Ratio of the sample's bytes to those measured by the probe.
         self.scale = 1
         self.probe = self.of_few_rows() if safely else Probe(model, args, self.device)
 
     def of_few_rows(self) -> Probe:
-        """Measure a quarter of the rows, or all where these leave blocks too small to be seen."""
+        """Measure a quarter of the rows, or all if those leave blocks too small to be seen."""
         rows = {value.shape[0] if value.shape.rank else 0 for value in tensors_in(self.args)}
         count = rows.pop() // _SHARE if len(rows) == 1 else 0
         if count:
@@ -384,11 +384,11 @@ class _Search:
         return any(behaviour.left_bytes > 0 for behaviour in probe.behaviour.values())
 
     def step(self, budget: float | str) -> LayerStep:
-        # Without `safely`, an allocator that does not count has ended in an error before.
+        # Without `safely`, an allocator without statistics raises an error below.
         counts = not self.safely or has_statistics(self.device)
         baseline = _NONE if self.safely else self.measured([])
         budget_bytes = parse_bytes(budget, whole=baseline.peak_bytes)
-        # First the cut whose peak is smallest when all of it runs again.
+        # First, the cut with the smallest peak when all its sections are recomputed.
         if counts:
             sections, best = self.cut(baseline, budget_bytes)
         else:
@@ -396,12 +396,12 @@ class _Search:
         if self.safely and not sections:
             if self.leaves_bytes(self.probe) or not counts:
                 raise TraceError("none of its layers can be run again")
-            # Whatever they leave is too small to be seen.
+            # The blocks that layers leave are too small to be seen.
             best = self.measured([], 0)
-        # Cuts were compared by two steps each; the one that is taken is held to the worst of many.
+        # Cuts were compared by two steps each; the chosen one is judged by the worst of many.
         if sections and not self.safely and best.peak_bytes <= budget_bytes:
             best = self.measured(sections)
-        # Then as few of its sections as keep the budget.
+        # Then, as few of its sections as keep the budget.
         chosen = sections
         if not self.safely or (counts and best.peak_bytes <= budget_bytes):
             chosen, best = min_recompute(
@@ -423,7 +423,7 @@ class _Search:
         return LayerStep(plan, tuple(chosen), self.base_bytes)
 
     def cut(self, baseline: _Measured, budget_bytes: int) -> tuple[list[Section], _Measured]:
-        """Return the sections with the smallest peak when all run again, and that step."""
+        """Return the sections whose step has the smallest peak, all recomputed; and that step."""
         best: tuple[list[Section], _Measured] = ([], baseline)
         if baseline is not _NONE and baseline.peak_bytes <= budget_bytes:
             return best
@@ -435,20 +435,20 @@ class _Search:
                 if not sections or items in seen:
                     continue
                 seen.add(items)
-                # Against a budget of 0, which two steps are enough to exceed.
+                # With a budget of 0, which any step exceeds, so that two steps suffice.
                 step = self.measured(sections, 0)
                 if best[1] is _NONE or step.peak_bytes < best[1].peak_bytes:
                     best = (sections, step)
         return best
 
     def divide(self, depth: int, parts: int) -> list[Section]:
-        """Divide what can be run again, to a depth, into about so many sections."""
+        """Divide the recomputable items, opened to a depth, into about `parts` sections."""
         stretches = list(self.stretches(self.model, depth))
         wanted = sum(self.probe.left_bytes(*stretch) for stretch in stretches) // parts
         return [section for stretch in stretches for section in self.divided(*stretch, wanted)]
 
     def stretches(self, layer: Any, depth: int) -> Iterator[tuple[Chain, tuple[Item, ...]]]:
-        """Items in a row that can be run again; what cannot is opened, at any depth."""
+        """Yield runs of recomputable items; the others are opened, at any depth."""
         for chain in self.probe.chains[layer]:
             row: list[Item] = []
             for item in chain.items:
@@ -466,7 +466,7 @@ class _Search:
                 yield chain, tuple(row)
 
     def divided(self, chain: Chain, items: tuple[Item, ...], wanted: int) -> Iterator[Section]:
-        """Divide a stretch into sections that leave about so many bytes, where little crosses."""
+        """Divide a stretch into sections that leave about `wanted` bytes, where little crosses."""
         probe = self.probe
         ends, begin = [0], 0
         while chain.functional is not None and begin < len(items):
@@ -474,7 +474,7 @@ class _Search:
                 end: probe.left_bytes(chain, items[begin:end])
                 for end in range(begin + 1, len(items))
             }
-            # Of the ends near `wanted` the one where least crosses, and of these the last.
+            # Of the ends near `wanted`, the last of those where the fewest bytes cross.
             near = [end for end, size in left.items() if 0.5 * wanted <= size <= 1.5 * wanted]
             if not near:
                 near = [next((end for end, size in left.items() if size >= wanted), len(items))]
@@ -495,15 +495,15 @@ class _Search:
                 yield Section(chain, part, tuple(changed.values()), saved, seconds)
 
     def measured(self, sections: Sequence[Section], budget_bytes: int | None = None) -> _Measured:
-        """Measure steps of the sample with sections run again.
+        """Measure steps of the sample with sections recomputed.
 
-        The worst of two, if that is above the budget; else of many, and a margin for the next. What
-        the model does by itself has none.
+        Returns the worst of two, if above the budget; else of many, plus a margin for later steps.
+        The model without recomputation gets no margin.
         """
         self.twin.__dict__["_sn_memory_sections"] = tuple(sections)
         step = model_step(self.twin).get_concrete_function(*self.args)
         base = self.base_bytes + small_bytes(step.graph, self.device)
-        # The first call of a function folds constants, whose bytes are in no later step.
+        # A function's first call folds constants; no later step allocates their bytes.
         step(*self.args)
         peaks, op = self.counted(step, 2)
         if budget_bytes is None or base + max(peaks) <= budget_bytes:
@@ -514,7 +514,7 @@ class _Search:
         return _Measured(base + max(peaks) + margin, op)
 
     def counted(self, step: Any, count: int) -> tuple[list[int], str]:
-        """Return the peaks of so many steps, of fewer if they are long, and the op of the worst."""
+        """Return the peaks of up to `count` steps, fewer if they are slow, and the peak's op."""
         with Allocations(self.device) as asked_for:
             began = time.perf_counter()
             for number in range(count):

@@ -1,17 +1,17 @@
-"""Parts of a Keras model that keep their inputs alone, and run again for their gradients.
+"""Parts of a Keras model that keep only their inputs, and are recomputed for their gradients.
 
-A functional model is a list of calls in a fixed order. Any stretch of it can be run again from the
-tensors that enter it; what is inside need not be kept. In other models nobody knows what happens
+A functional model is a list of calls in a fixed order. Any stretch of it can be recomputed from the
+tensors that enter it; tensors inside need not be kept. In other models it is unknown what happens
 between the calls of two layers, so there a part is one call.
 
-tf.recompute_grad runs a function again, but it takes neither keyword arguments nor masks, draws
-from seeds that a layer has moved on since, updates statistics a second time, and may leave weights'
-gradients waiting while the next part is rebuilt already. Here none of that is so.
+tf.recompute_grad recomputes a function as well, but it takes neither keyword arguments nor masks,
+draws from seeds that have advanced since, updates statistics a second time, and may start to
+recompute the next part before the weights' gradients are computed. None of that happens here.
 
-The second run takes variables from the reads of the first. Reads of its own would have to come
-before the optimizer's update, which is in the same function where `fit` runs. TensorFlow orders
-them by control edges; Grappler drops these as redundant where all gradients pass through one
-IdentityN, as in Keras' optimizers, and afterwards dissolves that.
+The second run uses the values of variables that the first one read. Reads of its own would have to
+come before the optimizer's update, which under `fit` is in the same function. TensorFlow orders
+them by control edges; Grappler drops these as redundant if all gradients pass through one
+IdentityN, as in Keras' optimizers, and then removes the IdentityN.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state  # has no public name
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.models.functional import Functional  # keras.Model makes it; it has no public name
-from tensorflow.python.eager import record  # what tf.recompute_grad stops its tape with
+from keras.src.models.functional import Functional  # made by keras.Model; has no public name
+from tensorflow.python.eager import record  # tf.recompute_grad stops its tape with this
 from tensorflow.python.ops.handle_data_util import get_resource_handle_data
 
 from ..errors import TraceError, as_it_is
@@ -38,7 +38,7 @@ from ..trace.kernels import READS, variables_read
 
 @dataclass(frozen=True, eq=False)
 class Item:
-    """A call that may be in a part: that of a node in a functional model, or any of a layer."""
+    """A call that may be in a part: of one node in a functional model, or any call of a layer."""
 
     name: str
     operation: Any
@@ -46,15 +46,15 @@ class Item:
 
     @property
     def items(self) -> tuple[Item, ...]:
-        """Itself, as a section has its items."""
+        """The item itself: same interface as a section."""
         return (self,)
 
 
 @dataclass(frozen=True, eq=False)
 class Chain:
-    """Items that are run one after the other, and the functional model that does so.
+    """Items that run one after the other, and the functional model that runs them.
 
-    Without one, there is one item.
+    Without a functional model, there is one item.
     """
 
     items: tuple[Item, ...]
@@ -63,10 +63,10 @@ class Chain:
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """Items next to each other in a chain, to be run again together.
+    """Adjacent items of a chain, to be recomputed together.
 
     changed : Keras variables that they change
-    saved_bytes, seconds : what they leave for the backward pass, and what their forward pass takes
+    saved_bytes, seconds : bytes they leave for the backward pass, and time of their forward pass
     """
 
     chain: Chain
@@ -77,32 +77,32 @@ class Section:
 
     @property
     def name(self) -> str:
-        """The name of its item, or those of the first and the last."""
+        """Name of its item, or names of the first and the last."""
         first, last = self.items[0].name, self.items[-1].name
         return first if len(self.items) == 1 else f"{first} to {last}"
 
 
 Function = Callable[[list[Any]], list[Any]]
-# Runs something in place of the call of an item: gets the call, with its arguments bound.
+# Wraps the call of an item: gets the call, with its arguments bound.
 Around = Callable[[Item, Callable[[], Any]], Any]
 # Runs a section in place of its items: gets a function of tensors, and the tensors.
 Rerun = Callable[[Section, Function, list[Any]], list[Any]]
 
 
 def functional_of(layer: Any) -> Any:
-    """Return the functional model that a layer runs as its call; None if it runs code."""
+    """Return the functional model that a layer's call runs; None if its call is other code."""
     if type(layer).call is keras.Sequential.call:
         layer = layer._functional
     return layer if layer is not None and type(layer).call is Functional.call else None
 
 
 def name_of(operation: Any) -> str:
-    """The path of a layer, if it has one: without weights, or before it is built, it has none."""
+    """Return a layer's path, else its name: without weights, or if not built, it has no path."""
     return str(getattr(operation, "path", None) or operation.name)
 
 
 def chains_of(layer: Any) -> list[Chain]:
-    """Return the parts right below a layer."""
+    """Return the chains directly below a layer."""
     functional = functional_of(layer)
     if functional is None:
         return [Chain((Item(name_of(inner), inner),)) for inner in layer._layers]
@@ -116,7 +116,7 @@ def chains_of(layer: Any) -> list[Chain]:
 
 
 def crossing(chain: Chain) -> list[set[int]]:
-    """Return, per item, the tensors that are made up to there and needed later, by their ids."""
+    """Return, per item, the ids of the tensors computed by then and needed later."""
     outputs: set[int] = set()
     crossings = []
     for item, later in zip(chain.items, _needed_after(chain, chain.items), strict=True):
@@ -126,7 +126,7 @@ def crossing(chain: Chain) -> list[set[int]]:
 
 
 def _needed_after(chain: Chain, groups: Sequence[Item | Section]) -> list[set[int]]:
-    """Return, per group of a functional model's items, the tensors needed after it, by ids."""
+    """Return, per group of a functional model's items, the ids of the tensors needed after it."""
     needed = [{id(output) for output in chain.functional.outputs}]
     for group in reversed(groups[1:]):
         inputs = {id(tensor) for item in group.items for tensor in item.node.input_tensors}
@@ -136,7 +136,7 @@ def _needed_after(chain: Chain, groups: Sequence[Item | Section]) -> list[set[in
 
 @contextmanager
 def watched(chains: Sequence[Chain], around: Around) -> Iterator[None]:
-    """Let each item's call go through `around`."""
+    """Route each item's call through `around`."""
     with ExitStack() as undo:
         for chain in chains:
             if chain.functional is not None:
@@ -164,9 +164,9 @@ def _around_call(item: Item, around: Around) -> Any:
 def run_in_sections(
     sections: Sequence[Section], model: Any, rerun: Rerun | None = None
 ) -> Iterator[None]:
-    """Let each section run again in the backward pass, or be run by `rerun`.
+    """Recompute each section in the backward pass, or run it by `rerun`.
 
-    model : a twin of the model whose sections they are, to be changed in its place
+    model : a twin of the model that the sections belong to, to be patched in its place
     """
     rerun = rerun or _again
     with ExitStack() as undo:
@@ -186,7 +186,7 @@ def run_in_sections(
             groups = list(dict.fromkeys(of.get(item, item) for item in chain.items))
             run = _runner(chain, groups, lambda _, call: call(), rerun)
             functional = chain.functional
-            # A twin of the model has the same nodes, and it is the twin that is called.
+            # A twin of the model has the same nodes, and the twin is what is called.
             if functional._nodes_by_depth is model.__dict__.get("_nodes_by_depth"):
                 functional = model
             undo.enter_context(_replaced(functional, "_run_through_graph", run))
@@ -195,13 +195,13 @@ def run_in_sections(
 
 @contextmanager
 def _replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
-    """Put a method on one object for a while, without Keras' tracking of attributes."""
+    """Replace a method of one object temporarily, without Keras' tracking of attributes."""
     before = thing.__dict__.get(name)
     thing.__dict__[name] = value
     try:
         yield
     finally:
-        # Left on the instance, its class's own method would count as replaced (`check_model`).
+        # Removed, not set to the class's method: `check_model` rejects a call on the instance.
         if before is None:
             thing.__dict__.pop(name, None)
         else:
@@ -209,7 +209,7 @@ def _replaced(thing: Any, name: str, value: Any) -> Iterator[None]:
 
 
 def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, rerun: Rerun) -> Any:
-    """Return what runs the calls of a functional model, in the place of Keras'."""
+    """Return a function that runs a functional model's calls, in place of Keras' own."""
     functional = chain.functional
     plain = functional._run_through_graph
     needed_after = _needed_after(chain, groups)
@@ -222,7 +222,7 @@ def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, reru
         tensors.update((id(tensor), value) for tensor, value in pairs)
 
     def run(inputs: Any, operation_fn: Any = lambda value: value, call_fn: Any = None) -> Any:
-        # Keras passes a `call_fn` where it clones or checks a model: nothing trains there.
+        # Keras passes a `call_fn` when it clones or checks a model, not in training.
         if call_fn is not None:
             return plain(inputs, operation_fn, call_fn)
         values = keras.tree.flatten(inputs)
@@ -234,7 +234,7 @@ def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, reru
                 call(operation_fn, group, tensors)
             else:
                 _run_section(group, rerun, tensors, wanted, partial(call, operation_fn))
-            # Keras holds all tensors to the end; run eagerly, nothing of the pass would be freed.
+            # Keras holds all tensors to the end: eagerly, nothing would be freed during the pass.
             tensors = {key: value for key, value in tensors.items() if key in wanted}
         outputs = [tensors[id(output)] for output in functional.outputs]
         return keras.tree.pack_sequence_as(functional._outputs_struct, outputs)
@@ -245,7 +245,7 @@ def _runner(chain: Chain, groups: Sequence[Item | Section], around: Around, reru
 def _run_section(
     section: Section, rerun: Rerun, tensors: dict[int, Any], wanted: set[int], call: Any
 ) -> None:
-    """Run items of a functional model as one function of the tensors that enter."""
+    """Run items of a functional model as one function of the tensors entering them."""
     outputs = [id(output) for item in section.items for output in item.node.outputs]
     used = [id(tensor) for item in section.items for tensor in item.node.input_tensors]
     entering = [tensor for tensor in dict.fromkeys(used) if tensor not in outputs]
@@ -262,12 +262,12 @@ def _run_section(
 
 
 def _around_section(section: Section, rerun: Rerun) -> Any:
-    """Return what runs the call of a layer as a function of the tensors among its arguments."""
+    """Return a layer's call, run as a function of the tensors among its arguments."""
     plain = section.items[0].operation.call
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if opaque((args, kwargs)) is not None:
-            # Tensors inside of it would have no gradient.
+            # Tensors inside the opaque object would have no gradient.
             return plain(*args, **kwargs)
         structure: Any = None
 
@@ -283,36 +283,36 @@ def _around_section(section: Section, rerun: Rerun) -> Any:
     return call
 
 
-# What Keras sets around the call of a layer for those inside: `training`, and mixed precision.
+# Keras' state around a layer's call, for layers inside: `training`, and mixed precision.
 _SETTINGS = ("current_call_ctx", "autocast_scope")
 
 
 def settings_now() -> dict[str, Any]:
-    """Return what Keras has set around the present call, for `in_force`."""
+    """Return Keras' settings around the current call, for `in_force`."""
     return {name: global_state.get_global_attribute(name) for name in _SETTINGS}
 
 
-# Graphs in which no gradient of ours could read variables.
+# Graphs in which our custom gradient could not read variables.
 _LOOPS = ("WhileCondFuncGraph", "WhileBodyFuncGraph", "CondBranchFuncGraph")
 
 
 def _again(section: Section, function: Function, inputs: list[Any]) -> list[Any]:
     graph = tf.compat.v1.get_default_graph()
     symbolic = all(isinstance(value, tf.Tensor) for value in inputs)
-    # Eagerly, tf.custom_gradient holds on to what it made: nothing would be saved.
+    # Eagerly, tf.custom_gradient holds its results: nothing would be saved.
     if not symbolic or tf.executing_eagerly() or type(graph).__name__ in _LOOPS:
         return function(inputs)
     return run_again(function, inputs, section.changed)
 
 
 def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any]) -> list[Any]:
-    """Run a function of tensors in a graph; in the backward pass, run it again.
+    """Run a function of tensors in a graph, and recompute it in the backward pass.
 
-    function : from tensors to tensors; both may carry masks of Keras. It draws from seeds in
-        variables only, and changes nothing but `changed`.
+    function : from tensors to tensors; both may have Keras masks. It draws random numbers only from
+        seeds in variables, and changes nothing but `changed`.
     inputs : its arguments, which are kept
-    changed : Keras variables that it changes: the second run sees them as the first did, and does
-        not change them.
+    changed : Keras variables that it changes: the second run sees their values before the first,
+        and does not change them.
     """
     inputs = list(inputs)
     reads = _Reads(tf.compat.v1.get_default_graph())
@@ -343,7 +343,7 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
         def gradient(*incoming: Any, variables: Any = None) -> Any:
             weights, scope = list(variables or ()), _AsRead(before, reads)
             incoming = tuple(without_filled_in_zeros(incoming))
-            # All that it reads is ready, so the executor would run it at once: its ops wait for
+            # Its inputs are ready, so the executor would run it at once: its ops have to wait for
             # the gradients.
             arrived = [grad for grad in incoming if grad is not None]
             with tf.control_dependencies(arrived), scope, in_force(settings):
@@ -365,8 +365,8 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
                     [output_gradient for _, output_gradient in pairs],
                 )
             of_inputs, of_weights = gradients[: len(wanted)], gradients[len(wanted) :]
-            # What is rebuilt next waits for the weights' gradients, which hold what was rebuilt
-            # here. Of a sparse one (an embedding's) the values are waited for.
+            # The next recomputation waits for the weights' gradients, whose ops hold the tensors
+            # recomputed here; for the values of a sparse gradient (an embedding's).
             with tf.control_dependencies(
                 [getattr(weight, "values", weight) for weight in of_weights if weight is not None]
             ):
@@ -384,16 +384,16 @@ def run_again(function: Function, inputs: Sequence[Any], changed: Sequence[Any])
 
 
 class _Reads:
-    """What the first run, in a graph, read from variables."""
+    """Values that the first run, in a graph, read from variables."""
 
     def __init__(self, graph: Any) -> None:
         self.graph = graph
-        # Per handle of a variable in the graph, the value that was read.
+        # By id of a variable's handle in the graph, the value that was read.
         self.values: dict[int, Any] = {}
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Note the variables that ops read meanwhile; those read inside of loops are read once."""
+        """Record the values that ops in this context read; read variables of loops once more."""
         count = len(self.graph.get_operations())
         yield
         handles = [
@@ -404,7 +404,7 @@ class _Reads:
         for op, handle in handles:
             if op.type == READS:
                 self.values.setdefault(id(handle), op.outputs[0])
-        # A loop reads a handle inside of its body, out of reach: it is read here once more.
+        # A loop reads a handle inside its body, which is not accessible: read it here once more.
         for _, handle in handles:
             if id(handle) not in self.values:
                 dtype = get_resource_handle_data(handle).shape_and_type[0].dtype
@@ -412,7 +412,7 @@ class _Reads:
                 self.values[id(handle)] = value
 
     def value(self, variable: Any) -> Any:
-        """Return what was read from a variable of TensorFlow; raise TraceError if it was not."""
+        """Return the value read from a TensorFlow variable; raise TraceError if there is none."""
         value = self.values.get(id(self.graph.capture(variable.handle)))
         if value is None:
             raise as_it_is(
@@ -426,19 +426,19 @@ class _Reads:
 
 
 class _AsRead(keras.StatelessScope):  # type: ignore[misc]
-    """Variables of Keras as the first run saw them, whatever has been written since."""
+    """A scope in which Keras variables have the values that the first run saw."""
 
     def __init__(self, before: list[tuple[Any, Any]], reads: _Reads) -> None:
         super().__init__(before)
         self.reads = reads
-        # Per variable of TensorFlow, by id, its value in a second run that an outer tape watches.
+        # By id of a TensorFlow variable, its value in a second run that an outer tape watches.
         self.watched: dict[int, Any] = {}
 
     def recorded(self, variable: Any) -> Any:
-        """Return what was read from a variable of TensorFlow, as a read that tapes see.
+        """Return the value read from a TensorFlow variable, recorded as a read on outer tapes.
 
-        Tapes around the backward pass, as where a gradient is part of the loss, saw none: the first
-        run is hidden from tapes. They would find no path to the weights, and say nothing.
+        Tapes around the backward pass, e.g. if a gradient is part of the loss, saw no read: the
+        first run is hidden from tapes. They would silently find no path to the weights.
         """
         value = self.reads.value(variable)
         if record.could_possibly_record():
@@ -451,7 +451,7 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
         return value
 
     def get_current_value(self, variable: Any) -> Any:
-        # First what the run itself has written, or what `changed` was; then reads of the first run.
+        # First the run's own writes, or the old values of `changed`; then reads of the first run.
         value = super().get_current_value(variable)
         if value is None:
             value = self.watched.get(id(variable._value))
@@ -460,7 +460,7 @@ class _AsRead(keras.StatelessScope):  # type: ignore[misc]
 
 @contextmanager
 def _no_reads() -> Iterator[None]:
-    """Raise TraceError if an op reads a variable meanwhile: it may have been updated by then."""
+    """Raise TraceError if an op in this context reads a variable: it may have been updated."""
     graph = tf.compat.v1.get_default_graph()
     count = len(graph.get_operations())
     yield
@@ -475,7 +475,7 @@ def _no_reads() -> Iterator[None]:
 
 @contextmanager
 def in_force(settings: dict[str, Any]) -> Iterator[None]:
-    """Let Keras' settings around a call be those that `settings_now` returned."""
+    """Apply Keras' settings that `settings_now` returned."""
     now = settings_now()
     try:
         for name, value in settings.items():

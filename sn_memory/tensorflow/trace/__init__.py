@@ -1,4 +1,4 @@
-"""A training step as a graph: captured, its buffers found, timed.
+"""Conversion of a training step to a graph: capture, buffers, op times.
 
 It imports `model` and the core.
 

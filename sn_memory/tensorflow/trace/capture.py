@@ -1,13 +1,13 @@
 """A training step as one flat list of ops in the order they were traced.
 
 A traced function is a graph of graphs: calls hide their bodies. Here calls are replaced by the ops
-of what they call; a loop or branch stays one op. Names of ops do not tell what belongs to the
-forward pass: it is the ancestors of what was differentiated. In a step function, what its tapes
-differentiate is noted while it is traced.
+of the functions they call; a loop or branch stays one op. Op names do not tell which ops belong to
+the forward pass: these are the ancestors of the differentiated tensors. In a step function, the
+tensors that its tapes differentiate are recorded during tracing.
 
-A Keras model is called as training calls it, on symbolic inputs. Inside, at `call`, a tape is
-opened: what Keras does around that (casts, checks) stays outside of the plan. In place of the
-gradients of the outputs, which the loss will compute, there are placeholders.
+A Keras model is called as in training, on symbolic inputs. A tape is opened inside, at `call`: what
+Keras does around it (casts, checks) stays outside of the plan. Placeholders stand in for the
+gradients of the outputs, which the loss will compute.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.eager import record  # what tf.custom_gradient finds variables with
+from tensorflow.python.eager import record  # tf.custom_gradient finds variables with this
 from tensorflow.python.framework import function_def_to_graph
 from tensorflow.python.framework import ops as framework_ops
 
@@ -37,7 +37,7 @@ SHAPE_OF_VALUES = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """One op: what it is, under which name, and the numbers of the values it reads and makes."""
+    """One op, its name, and the numbers of the values it reads and produces."""
 
     op: Any
     name: str
@@ -47,18 +47,18 @@ class Node:
 
 @dataclass
 class Captured:
-    """A flat traced step.
+    """A traced step as a flat list of ops.
 
     nodes : in the order of the trace
-    tensors : per value, a symbolic tensor of its shape and type
+    tensors : per value, a symbolic tensor of its shape and dtype
     arguments, outputs : values of the flat arguments and results
-    captures : values from outside of the graph (handles of variables, constants), with the tensors
-        that they are there
+    captures : values captured from outside the graph (handles of variables, constants), with the
+        outer tensors
     variables : the variable behind a captured handle
-    targets, gradients : what was differentiated, and the results
-    placeholders : of a model without its loss: values in place of the gradients of its outputs
-    graph : kept alive, as functions that ops refer to belong to it
-    shapes : on the sample, of values whose shape depends on values
+    targets, gradients : values that were differentiated, and the resulting gradients
+    placeholders : for a model without its loss: values in place of the gradients of its outputs
+    graph : kept alive because it owns the functions that ops refer to
+    shapes : shapes on the sample, of values whose shape depends on values
     """
 
     nodes: list[Node]
@@ -74,17 +74,17 @@ class Captured:
     shapes: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def shape(self, value: int) -> tuple[int, ...] | None:
-        """The shape of a value, where it is known."""
+        """Return the shape of a value, or None if unknown."""
         shape = self.tensors[value].shape
         return tuple(shape) if shape.is_fully_defined() else self.shapes.get(value)
 
     def nbytes(self, value: int) -> int | None:
-        """Bytes of a value; None where neither the trace nor the sample tells."""
+        """Return the bytes of a value; None if known neither from the trace nor the sample."""
         tensor, shape = self.tensors[value], self.shapes.get(value)
         return kernels.nbytes(tensor) if shape is None else math.prod(shape) * tensor.dtype.size
 
     def ancestors(self, values: Iterable[int]) -> set[int]:
-        """The nodes that values come from."""
+        """Return the nodes that values depend on."""
         producer = self.producer
         ancestors: set[int] = set()
         stack = [producer[value] for value in values if value in producer]
@@ -97,35 +97,35 @@ class Captured:
 
     @property
     def effects(self) -> list[int]:
-        """The nodes that change something outside of their results."""
+        """The nodes with side effects."""
         return [at for at, node in enumerate(self.nodes) if kernels.has_effect(node.op)]
 
     @property
     def needed(self) -> set[int]:
-        """The nodes that results or effects depend on; the others are left out."""
+        """The nodes that results or side effects depend on; the others are left out."""
         effects = self.effects
         read = [value for at in effects for value in self.nodes[at].inputs]
         return self.ancestors([*self.outputs, *read]) | set(effects)
 
     @property
     def producer(self) -> dict[int, int]:
-        """The node that makes each value; captures and arguments have none."""
+        """The node that produces each value; captures and arguments have none."""
         return {value: at for at, node in enumerate(self.nodes) for value in node.outputs}
 
 
 @dataclass
 class TapeLog:
-    """What gradient tapes were asked while the log was open."""
+    """Targets and results of GradientTape.gradient while the log was open."""
 
     targets: list[Any] = field(default_factory=list)
     results: list[Any] = field(default_factory=list)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Note each call of GradientTape.gradient; the method is put back afterwards."""
+        """Record each call of GradientTape.gradient; restore the method afterwards."""
         plain = tf.GradientTape.gradient
 
-        # TensorFlow has no hook for it. What a step wraps a tape in, as Horovod's, ends up here.
+        # TensorFlow has no hook for it. Wrappers of a tape, e.g. Horovod's, also call this method.
         def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
             results = plain(tape, target, sources, *args, **kwargs)
             self.targets += tensors_in(target)
@@ -140,14 +140,14 @@ class TapeLog:
 
 
 def capture_step(step: Any, args: tuple[Any, ...]) -> tuple[Any, TapeLog]:
-    """Trace a training step; return its concrete function and what its tapes were asked.
+    """Trace a training step; return its concrete function and the log of its tapes.
 
-    A tf.function is traced anew, as its earlier trace kept no log. Nothing is run but the
-    initializers of variables that the step makes.
+    A tf.function is traced again, as its earlier trace kept no log. Only the initializers of
+    variables that the step creates are run.
     """
     plain = getattr(step, "python_function", step)
     log = TapeLog()
-    # With autograph as the user has it: without, a Python `if` on a tensor is an error.
+    # With the user's autograph setting: without, a Python `if` on a tensor is an error.
     fresh = tf.function(plain, autograph=bool(getattr(step, "_autograph", True)))
     with log.listening():
         try:
@@ -162,7 +162,7 @@ def capture_step(step: Any, args: tuple[Any, ...]) -> tuple[Any, TapeLog]:
 
 
 class _Taped:
-    """A model whose `call` is taped."""
+    """Mixin for a model whose `call` is recorded on a tape."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         seen: dict[str, Any] = self.__dict__["_sn_memory_seen"]
@@ -177,7 +177,7 @@ class _Taped:
             tape.watch(variables)
             results = super().call(*args, **kwargs)  # type: ignore[misc]
         hidden = opaque(results)
-        if hidden is not None:  # it would come back as it was in the trace
+        if hidden is not None:  # every call would return the traced one
             raise TraceError(
                 f"the model returns a {type(hidden).__name__}; a plan of ops knows only the "
                 "tensors in lists, tuples and dicts. Return those."
@@ -190,12 +190,12 @@ class _Taped:
                     f"an output of the model, {end.name!r}, has the shape {end.shape}, which "
                     f"depends on values or on an unknown batch. {SHAPE_OF_VALUES}"
                 )
-        # `Empty` counts as stateful, so that nothing folds it into a constant.
+        # `Empty` is stateful, so it is not folded into a constant.
         placeholders = [
             tf.raw_ops.Empty(shape=end.shape.as_list(), dtype=end.dtype) for end in ends
         ]
         gradients = tape.gradient(ends, variables, output_gradients=placeholders)
-        # What Keras does not know: variables of TensorFlow's own, those of layers in closures.
+        # Variables unknown to Keras: plain TensorFlow variables, and those of layers in closures.
         known = {id(variable) for variable in uncast(self.variables)}  # type: ignore[attr-defined]
         seen.update(
             key=key, inputs=inputs, results=results, outs=outs, ends=ends, gradients=gradients,
@@ -215,7 +215,7 @@ def capture_model(
     """Trace a Keras model in training; return the step and what was seen at its `call`.
 
     A tape around the model watches all variables that the call reads, not only those of the model.
-    So do gradients here: where the first trace has read others, a second one has theirs as well.
+    So does this: if the first trace read others, a second one computes their gradients as well.
     """
     check_model(model, args)
     twin = twin_of(model, _Taped)
@@ -251,10 +251,10 @@ def capture_model(
 
 
 def values_at_call(model: Any, sample: Any) -> list[Any]:
-    """Return the tensors that a model's `call` gets of a sample."""
+    """Return the tensors that a model's `call` gets for a sample."""
     inputs: list[Any] = []
 
-    # At `call`, as there the arguments of the trace were seen: Keras has cast them by then.
+    # At `call`, like the arguments of the trace: after Keras has cast them.
     class Called:
         def call(self, *args: Any, **kwargs: Any) -> Any:
             inputs.extend(call_of(self._call_signature, args, kwargs)[1])  # type: ignore[attr-defined]
@@ -266,7 +266,7 @@ def values_at_call(model: Any, sample: Any) -> list[Any]:
 
 
 class _CalledError(Exception):
-    """Ends a call of a model before it runs: its inputs are known."""
+    """Ends a model's call before it runs, once its inputs are known."""
 
 
 def values_of_step(sample: Any) -> list[Any]:
@@ -275,9 +275,9 @@ def values_of_step(sample: Any) -> list[Any]:
 
 
 def _check_losses_and_gradients(model: Any, seen: dict[str, Any]) -> None:
-    """Raise TraceError for what a plan of the model's ops would lose."""
+    """Raise TraceError for losses and masks a plan would lose, and for sparse gradients."""
     if any(layer._losses for layer in model._flatten_layers()):
-        # They are tensors of the trace's graph, which no later call could use.
+        # They are tensors of the trace's graph, unusable in any later call.
         for layer in model._flatten_layers():
             layer._clear_losses()
         raise TraceError(
@@ -303,9 +303,9 @@ def flat(
     results: Sequence[Any] | None = None,
     placeholders: Sequence[Any] = (),
 ) -> Captured:
-    """Return the ops of a traced graph as one list; raises TraceError if nothing is differentiated.
+    """Return the ops of a traced graph as one list; raise TraceError if nothing is differentiated.
 
-    arguments, results : tensors that count as arguments and results, in place of those of the graph
+    arguments, results : tensors to use as arguments and results instead of the graph's own
     placeholders : tensors in place of the gradients of a model's outputs
     """
     flattened = _Flattening()
@@ -317,7 +317,7 @@ def flat(
     if arguments is None:
         arguments = [value for value in graph.inputs if id(value) not in outer]
     else:
-        # Numbered before any op, so that the ops that make them (Keras' casts) are left out.
+        # Numbered before any op, so that the ops producing them (Keras' casts) are left out.
         for tensor in arguments:
             flattened.new(tensor)
     flattened.ops(graph, "")
@@ -346,7 +346,7 @@ def flat(
 
 
 def undifferentiated(graph: Any) -> Captured:
-    """Return the ops of a graph as one list, without what is differentiated in it."""
+    """Return the ops of a graph as one list, without gradient targets and results."""
     flattened = _Flattening()
     arguments = tuple(flattened.new(value) for value in graph.inputs)
     flattened.ops(graph, "")
@@ -356,7 +356,7 @@ def undifferentiated(graph: Any) -> Captured:
 
 
 def bodies(op: Any) -> list[Captured]:
-    """Return what a loop or branch may run, each as a step of its own; a loop's body first."""
+    """Return the functions a loop or branch may run, as separate steps; a loop's body first."""
     return [
         undifferentiated(kernels.body_of(op, op.get_attr(key).name))
         for key in ("body", "cond", "then_branch", "else_branch")
@@ -365,7 +365,7 @@ def bodies(op: Any) -> list[Captured]:
 
 
 class _Flattening:
-    """Gives values and nodes their numbers, across the bodies of calls."""
+    """Numbers values and nodes, across the bodies of calls."""
 
     def __init__(self) -> None:
         self.nodes: list[Node] = []
@@ -390,7 +390,7 @@ class _Flattening:
                 outputs = tuple(self.new(output) for output in op.outputs)
                 self.nodes.append(Node(op, prefix + op.name, inputs, outputs))
                 continue
-            # A call is its body's ops on the caller's values: it has no values of its own.
+            # A call becomes its body's ops on the caller's values; it has no values of its own.
             for inner, value in zip(body.inputs, inputs, strict=True):
                 self.numbers[id(inner)] = value
             self.ops(body, f"{prefix}{op.name}/")
@@ -399,15 +399,15 @@ class _Flattening:
 
 
 def _readers_last(graph: Any) -> list[Any]:
-    """Return the ops of a graph in the order of the trace, but each after what it reads.
+    """Return the ops of a graph in the order of the trace, but each after its inputs.
 
-    The gradient of a loop gives the loop further inputs, lists of what its passes leave, made
-    after it.
+    The gradient of a loop adds inputs to the loop that are created after it: lists that its
+    iterations append saved values to.
     """
     ordered: dict[Any, None] = {}
     for op in graph.get_operations():
         stack: list[Any] = [op]
-        # Those on the way down: one that is met there again depends on its own result.
+        # Ops on the current path: one that is reached again depends on its own result.
         waiting: set[Any] = set()
         while stack:
             missing = [value.op for value in stack[-1].inputs if value.op not in ordered]
@@ -425,8 +425,8 @@ def _readers_last(graph: Any) -> list[Any]:
 
 
 def _body(op: Any) -> Any:
-    """Return the graph a call runs, copied so that two calls do not share tensors; else None."""
-    # What XLA compiles is one op: its body's ops are fused, and none of them is run alone.
+    """Return a copy of the graph a call runs, as calls must not share tensors; else None."""
+    # A call that XLA compiles stays one op: the body's ops are fused, and none runs alone.
     if op.type not in kernels.CALLS or "_XlaMustCompile" in op.node_def.attr:
         return None
     called = op.graph._get_function(op.get_attr("f").name)
@@ -437,15 +437,15 @@ def _body(op: Any) -> Any:
 
 
 def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
-    """Put a copy of an op into the graph that is being built."""
+    """Put a copy of an op into the graph being built."""
     op, graph = node.op, framework_ops.get_default_graph()
     attrs = {}
     for key, value in op.node_def.attr.items():
-        # Marks of the graph it was traced in, which name ops and gradients of that one.
+        # These name ops and gradients of the graph it was traced in.
         if key in ("_class", "_gradient_op_type", "_output_shapes"):
             continue
         attrs[key] = value
-        # A loop names the functions of its body; a graph has to hold those that its ops name.
+        # A loop names the functions of its body; a graph must contain those its ops name.
         for called in (value.func.name, *(function.name for function in value.list.func)):
             if called and not graph._is_function(called):
                 graph._add_function_recursive(op.graph._get_function(called))
@@ -463,16 +463,16 @@ def put(node: Node, inputs: list[Any], after: list[Any]) -> Any:
 
 
 def with_sample_shapes(captured: Captured, inputs: Callable[[], Sequence[Any]]) -> Captured:
-    """Return a captured step that knows the shapes its trace left open, if there are any.
+    """Return a captured step with the shapes that its trace left open, if there are any.
 
-    Boolean masks, `tf.where` with one argument, `tf.unique` and all that is computed from them have
-    shapes that depend on values. The ops of a plan take any size, so a plan needs these shapes only
-    to count: the step's ops run once on the sample, unplanned and without their effects.
-    Raises TraceError where the ops do not run on the sample, for lack of memory, say.
+    Boolean masks, `tf.where` with one argument, `tf.unique` and everything computed from them have
+    shapes that depend on values. A plan's ops take any size, so a plan needs these shapes only to
+    count bytes: the step's ops run once on the sample, unplanned and without side effects.
+    Raises TraceError if the ops do not run on the sample, for lack of memory, say.
 
-    inputs : returns the sample's tensors for the arguments, where they are needed
+    inputs : returns the sample's tensors for the arguments; called only if needed
     """
-    # What an effect returns (other ranks, Python functions) is unknown, and not counted either.
+    # Results of ops with side effects (other ranks, Python functions) are unknown and not counted.
     known = {*captured.arguments, *captured.captures}
     wanted = []
     for at in sorted(captured.needed.difference(captured.effects)):
@@ -506,48 +506,47 @@ def with_sample_shapes(captured: Captured, inputs: Callable[[], Sequence[Any]]) 
 
 
 def _is_open(tensor: Any) -> bool:
-    """Whether a trace leaves the bytes of a plain tensor open."""
+    """Whether a trace leaves the bytes of a plain tensor unknown."""
     plain = tensor.dtype not in (tf.resource, tf.variant, tf.string)
     return plain and kernels.nbytes(tensor) is None
 
 
 def left_out(captured: Captured, incoming: Sequence[Any]) -> frozenset[int]:
-    """Return the places of gradients that depend only on outputs that the loss leaves out.
+    """Return the places of gradients that depend only on outputs that the loss does not use.
 
-    Where a loss takes some of a model's outputs only, the tape returns None for the variables of
-    the rest, and an optimizer skips them. Zeros are not the same: moments go on, weights decay.
+    If a loss uses only some of a model's outputs, the tape returns None for the variables of the
+    rest, and an optimizer skips them. Zeros would still update moments and decay weights.
 
     incoming : the gradients of the outputs, in the order of `captured.placeholders`
     """
     arrived = [gradient is not None for gradient in without_filled_in_zeros(incoming)]
     if all(arrived):
         return frozenset()
-    # Per value that depends on a placeholder, whether it does on one with a gradient.
+    # Per value that depends on a placeholder: whether it depends on one with a gradient.
     reached = dict(zip(captured.placeholders, arrived, strict=True))
     for node in captured.nodes:
         known = [reached[value] for value in node.inputs if value in reached]
         if known:
             reached.update(dict.fromkeys(node.outputs, any(known)))
-    # A gradient that depends on no output's is a constant of the step, and stays.
+    # A gradient that depends on no output's gradient is a constant of the step, and stays.
     return frozenset(
         place for place, value in enumerate(captured.gradients) if not reached.get(value, True)
     )
 
 
 def without_filled_in_zeros(incoming: Sequence[Any]) -> list[Any]:
-    """Return the incoming gradients of a custom gradient, with None for zeros of the tape's own.
+    """Return the incoming gradients of a custom gradient, with None for zeros from the tape.
 
-    The tape fills in zeros for results that have no gradient. A loss's gradients are no constants,
-    and zeros like a result itself are the tape's. Where nothing would be left, they are the
-    caller's.
+    The tape fills in zeros for results without a gradient. A loss's gradients are not constants,
+    and zeros like a result itself come from the tape. If all are zeros, the caller passed them.
     """
     real = [None if grad is None or _is_filled_in(grad) else grad for grad in incoming]
     return real if any(grad is not None for grad in real) else list(incoming)
 
 
 def _is_filled_in(gradient: Any) -> bool:
-    # tf.custom_gradient returns its results through an IdentityN; where shapes are open the tape
-    # takes zeros like one of these, else a constant.
+    # tf.custom_gradient returns its results through an IdentityN. If a shape is unknown, the tape
+    # uses zeros like an output of it, else a constant.
     if gradient.op.type == "ZerosLike":
         return bool(gradient.op.inputs[0].op.type == "IdentityN")
     return gradient.op.type == "Const" and not kernels.constant(gradient).any()

@@ -30,7 +30,7 @@ ALIASES: Final = _kinds(
 _BY_SIZE: Final = _kinds("BroadcastTo Slice StridedSlice Tile")
 # The result is the input's buffer if nothing changes.
 MAYBE_ALIASES: Final = _kinds("AddN Cast ConcatV2 Slice StridedSlice Tile Transpose BroadcastTo")
-# The result overwrites the first input of the same size and type that is used last here.
+# The result overwrites the first input of the same size and dtype whose last use this is.
 OVERWRITES: Final = _kinds(
     "Abs Add AddN AddV2 BiasAdd Ceil Cos Div DivNoNan Elu EluGrad Erf Erfc Exp Expm1 Floor Inv "
     "LeakyRelu LeakyReluGrad Log Log1p LogSoftmax Maximum Minimum Mul MulNoNan Neg OnesLike Pow "

@@ -42,7 +42,7 @@ class MeasuredCosts(OpTimes):
         self.device = device
 
     def __call__(self, node: Node) -> Cost:
-        # What there was no time for, or could not be timed, is left to the roofline.
+        # Ops that could not be timed, or for lack of time were not, are left to the roofline.
         return self.table.get(self._key(node)) or (None, 0)
 
     def measure(self, nodes: Iterable[Node]) -> None:
@@ -67,7 +67,7 @@ class MeasuredCosts(OpTimes):
 def costs_as_in(graph: Graph, nodes: Mapping[str, Node]) -> Callable[[Node], Cost]:
     """Return costs of nodes from those of ops with the same names in another graph.
 
-    They are scaled by the elements that a node reads and makes; nodes with other names are
+    They are scaled by the elements that a node reads and writes; nodes with other names are
     estimated by the roofline.
 
     nodes : those of the other graph's ops, by name
@@ -90,7 +90,7 @@ def _elements(op: Any) -> int:
 
 
 def is_cost(value: Any) -> bool:
-    """Say whether a value read from a file is a Cost that was measured: seconds and bytes."""
+    """Whether a value read from a file is a measured Cost: seconds and bytes."""
     if not isinstance(value, list) or len(value) != 2:
         return False
     seconds, space = value
@@ -167,11 +167,11 @@ def _seconds(op: Any, device: str, mark: str) -> float | None:
             with tf.profiler.experimental.Trace(mark):
                 # Held beyond the mark: what is freed within it counts as workspace.
                 result = work()
-            # Sizes that are not known were filled with zeros, at which some kernels do nothing.
+            # Unknown sizes were filled with zeros, for which some kernels do nothing.
             for got, expected in zip(result, op.outputs, strict=True):
                 expected.shape.assert_is_compatible_with(got.shape)
             return seconds
-    # Odd ops do not run on synthetic values: an index out of range, a shape that is not known.
+    # Some ops do not run on synthetic values: an index out of range, an unknown shape.
     except (tf.errors.OpError, TypeError, ValueError, RuntimeError) as error:
         log.info(
             "%s could not be timed (%s); its seconds are estimated by a roofline", op.type, error
@@ -184,7 +184,7 @@ def _filled(tensor: Any) -> Any:
     if known is not None:
         return tf.constant(known, tensor.dtype)
     if tensor.dtype.is_floating:
-        # Not zeros: denormals and zeros are slower or faster than what training sees.
+        # Not zeros: denormals and zeros are slower or faster than values seen in training.
         return tf.cast(tf.random.uniform(tensor.shape, 0.1, 1.0), tensor.dtype)
     # Indices: 0 is in every range.
     return tf.zeros(tensor.shape, tensor.dtype)

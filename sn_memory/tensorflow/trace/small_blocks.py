@@ -15,11 +15,11 @@ from . import kernels
 from .capture import Captured, Node, bodies, undifferentiated
 from .to_graph import Buffers
 
-_PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # where the element is among the inputs
+_PUT = {"TensorListPushBack": 1, "TensorListSetItem": 2}  # position of the element among the inputs
 
 
 def small_bytes(graph: Any, device: str) -> int:
-    """Return how much higher a step's peak is by blocks too small for the trace.
+    """Return how much blocks too small for the trace add to a step's peak.
 
     On a GPU the trace shows all blocks. Raises TraceError if a loop collects small blocks and its
     length is not known.
@@ -64,7 +64,7 @@ class _Steps:
                     allocated |= self.collected(node, parts[0])
             elif node.op.type == "TensorListFromTensor":
                 allocated[node.outputs[0]] = self.unstacked(node)
-            # Before the result counts, which uses the same block.
+            # Before adding the result, which uses the same block.
             over = self.buffers.overwritten(at)
             if over is not None:
                 live -= sizes.pop(over, 0)
@@ -127,7 +127,7 @@ class _Steps:
         return element
 
     def iterations(self, node: Node) -> int:
-        """Return how often the body of a loop runs at most; 0 if that is not known."""
+        """Return the most iterations that a loop may run; 0 if unknown."""
         # The second input of a While is its `maximum_iterations`.
         limit = kernels.constant(node.op.inputs[1])
         if limit is not None and limit.ndim == 0 and limit > 0:

@@ -35,8 +35,8 @@ Costs = Callable[[Node], tuple[float | None, int]]
 class Buffers:
     """The values of a captured step by the buffers that hold them.
 
-    inside : whether it is the body of a loop or branch: values of unknown size are not counted
-        there, whereas a step would be refused
+    inside : whether it is the body of a loop or branch, where values of unknown size are not
+        counted; in a step, they raise TraceError
 
     needed : nodes that results or effects depend on; the others are left out.
     root : per value, the value whose buffer it uses: itself, what it is a view of, or the handle of
@@ -174,7 +174,7 @@ class Buffers:
         if self.inside or value in self._foreign or tensor.dtype.name in ("variant", "string"):
             self.uncounted.append(tensor.name)
             return 0
-        # What is left out may have any size.
+        # Values that are left out may have any size.
         at = self.producer.get(value)
         if at is not None and at not in self.needed:
             return 0
@@ -331,7 +331,7 @@ class _Builder:
         previous = ""
         for at in sorted(self.buffers.needed):
             if at in placeholders:
-                # One op makes them all: at the last of them.
+                # One op produces all of them: added at the last one.
                 if at == max(placeholders):
                     previous = self.add_loss()
                 continue

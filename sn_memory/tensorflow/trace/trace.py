@@ -143,7 +143,7 @@ def trace(
             captured, name=name, device=rates, costs=costs, allocator="tensorflow", extra=extra
         )
 
-    # First with seconds by the roofline, to learn which ops are to be measured.
+    # First with seconds by the roofline, to find out which ops to measure.
     named = graph_of(lambda node: (None, 0))
     if profile:
         costs = MeasuredCosts(place)
@@ -191,7 +191,7 @@ def optimizer_bytes(model: Any, optimizer: Any) -> int:
     try:
         built = optimizer if optimizer.built else _built_twin(optimizer, model)
         return sum(map(bytes_of, built.variables))
-    except Exception as error:  # noqa: BLE001 - anybody's optimizer raises anything
+    except Exception as error:  # noqa: BLE001 - custom optimizers may raise anything
         warn(
             f"the variables of {type(optimizer).__name__} are unknown before its first step "
             f"({type(error).__name__}: {error}), so none are counted. Build it first, or leave "
