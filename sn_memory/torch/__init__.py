@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .host.buffers import HostState, PinnedState
     from .policy.policy import SelectivePolicy, checkpoint_policy
 
-# Loaded at first use (PEP 562): only plans with state on the host need any of them.
+# Loaded at first use (PEP 562), as a plan without state on the host needs none of them.
 _HOME = {
     "CompressedActivations": ".activations.compress",
     "HostState": ".host.buffers",

@@ -129,14 +129,14 @@ def _with_gradients(
                     )
         else:
             if any(kept.step is step and kept.used is not None for kept in inputs.kept.values()):
-                # As the step itself was planned while training: nothing is timed, the search is
-                # short.
+                # Like the step itself, which was planned while training: no timing, a short
+                # search.
                 speeds = None if step.trace is None else step.trace.graph.device
                 planning = planning.at_once(budget_bytes, speeds)
             # The caller's modes would see, and might change, what is traced.
             with _disable_current_modes(), sharing(planning.time_limit_s), while_training():
                 replanned, least = _planned_with(planning, budget_bytes, step, plain, arguments)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the plan there is runs
+    except Exception as error:  # noqa: BLE001 - on any error the existing plan runs
         replanned, why = step, f" It has no other plan, as that failed: {first_line(error)}"
     need = replanned.plan.peak_bytes + (held if replanned is step else 0)
     if need > budget_bytes:

@@ -70,7 +70,7 @@ def sample_line(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def fails_on_sample(
     name: str, args: tuple[Any, ...], kwargs: dict[str, Any], error: BaseException
 ) -> SampleError:
-    """Return the refusal of a sample on which a model fails; it quotes the model's own error."""
+    """Return the error for a sample on which a model fails; it quotes the model's own error."""
     return SampleError(
         f"{name} does not run on the sample, {sample_line(args, kwargs)}: "
         f"{type(error).__name__}: {first_line(error).rstrip('.')}. Pass a sample that the model "

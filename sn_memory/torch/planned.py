@@ -34,7 +34,7 @@ KINDS = 64
 class StepCache:
     """The steps of a planned model, and what training has shown so far.
 
-    latest : the step that `plan` planned last; for the largest, if there are several samples
+    latest : the step of the latest `plan`; that of the largest sample, if there are several
     ends : which outputs the backward pass begins at, as in `trace`, once steps have shown it
     laid_out_otherwise : whether kernels were seen to use other memory layouts than traced
     kept : per kind of input
@@ -152,28 +152,28 @@ class PlanRecord(PlannedRecord[Trace, Step]):
     def release(self) -> None:
         """Return what the steps have reserved to the device; the next step reserves it again.
 
-        On CUDA the steps have a pool of their own. Gradients lie in it: free them before
+        On CUDA the steps have a pool of their own. Gradients are in it: free them before
         (`zero_grad`), as blocks in use stay. Without such a pool nothing is done.
         """
         self.pool.release()
 
     @property
     def backend(self) -> str:  # type: ignore[override]
-        """What runs the plan made last: `graph`, `regions`, `compile` or `modules`."""
+        """The back end of the latest plan: `graph`, `regions`, `compile` or `modules`."""
         return self.inputs.latest.backend
 
     @property
     def latest(self) -> Step:
-        """The step of the plan made last."""
+        """The step of the latest plan."""
         return self.inputs.latest
 
     @property
     def kept(self) -> dict[InputSignature, KeptStep[Step]]:  # type: ignore[override]
-        """What is kept, per kind of input."""
+        """The kept steps, per kind of input."""
         return self.inputs.kept
 
     def planning(self) -> PlanOptions:
-        """Return how to plan for inputs to come, with what training has shown."""
+        """Return the options for planning later inputs, with what training has shown."""
         return replace(self.options, ends=self.inputs.ends)
 
     @property

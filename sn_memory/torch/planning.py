@@ -187,7 +187,7 @@ class PlanOptions:
             return result
         except RegionsBudgetError as error:
             over = error
-            # `modules` also recomputes what lies between regions. If that holds most of the bytes,
+            # `modules` also recomputes the code between regions. If that holds most of the bytes,
             # it may need less.
             error.args = (f"{error} {name} is planned by regions because {why}",)
             if 2 * error.outside_bytes < error.peak_bytes:
@@ -558,6 +558,6 @@ def guarded(
             try:
                 fake_step(model, arguments)
                 reads = seen()
-            except Exception:  # noqa: BLE001 - compiled it does run: then every read counts
+            except Exception:  # noqa: BLE001 - the compiled model does run, so every read counts
                 reads = every_read(model)
     return guards.add(kind, model, arguments, reads, step.looked)

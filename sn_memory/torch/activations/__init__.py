@@ -1,1 +1,1 @@
-"""compress_activations: what autograd saves for the backward pass, in few bits."""
+"""compress_activations: keep the tensors that autograd saves in few bits."""

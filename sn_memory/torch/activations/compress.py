@@ -1,6 +1,6 @@
-"""compress_activations: what autograd saves for the backward pass, in far fewer bytes.
+"""compress_activations: keep the tensors that autograd saves in far fewer bytes.
 
-A controller chooses bits between steps; each forward pass packs all that is saved (saving.py).
+A controller chooses bits between steps; each forward pass packs all saved tensors (saving.py).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .rerun import Layer, Run, is_sequential, layer_of, runs_of
 from .saving import BY_IMAGES, RUN, Call, Input, Pass, coverage_of, now, storages_of, weight_of
 from .treatments import Compressor, copy_seconds, offloadable
 
-# Not run again: what they save is packed with a grid for each row, their input is not.
+# Not rerun: their saved tensors are packed with a grid for each row, while their input is not.
 _NORMS: Final = (torch.nn.modules.instancenorm._InstanceNorm, torch.nn.GroupNorm)
 
 
@@ -154,7 +154,7 @@ class CompressedActivations:
         self.compressor = Compressor(controller, form, seed, threads)
         self.saved = Saved(0, 0, 0)
         self.active = True
-        self.current: Pass | None = None  # that saves just now
+        self.current: Pass | None = None  # the running forward pass
         self._step = 0
         self._names = {module: name for name, module in model.named_modules()}
         self._warned = self._nothing_watched = False
@@ -166,16 +166,16 @@ class CompressedActivations:
         self.by_images: list[str] = []
         self.offloaded: list[str] = []
         self._layers: dict[torch.nn.Module, Layer | None] = {}  # None: called more than once
-        self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # before, and while at work
-        self._inputs: dict[str, list[Input]] = {}  # of modules that could, in the first pass
-        self._attention: dict[str, float] = {}  # calls of it that run again: see Pass
-        # Of those that run just now: what it was given, when it began, what it may have changed.
+        self._forwards: list[tuple[torch.nn.Module, Any, Any]] = []  # the previous one, and ours
+        self._inputs: dict[str, list[Input]] = {}  # of modules that could be rerun, in first pass
+        self._attention: dict[str, float] = {}  # attention calls that are rerun: see Pass
+        # Per running module: its device, its start time, and what it may have changed.
         self._running: list[tuple[torch.nn.Module, torch.device, float, SideEffects]] = []
         self._forward_s: dict[str, float] = {}
         self.price = 0.0
         """Seconds that packing takes for each byte it frees, measured in the first pass."""
         # Hooks run in this order: the pass begins before the model itself is entered, and ends
-        # after it is left. `_leave` runs even if a forward raises, or the path would keep its name.
+        # after it is left. `_leave` also runs if a forward raises, to take its name off the path.
         self._handles = [model.register_forward_pre_hook(self._begin, with_kwargs=True)]
         for module in model.modules():
             self._handles.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
@@ -189,13 +189,13 @@ class CompressedActivations:
         self.close()
 
     def close(self) -> None:
-        """Take the hooks off the model. What was compressed can still be decompressed."""
+        """Remove the hooks from the model. Compressed tensors can still be decompressed."""
         for handle in [*self._handles, *self._watched]:
             handle.remove()
         self._handles, self._watched = [], []
         for module, before, ours in self._forwards:
             if vars(module).get("forward") is not ours:
-                continue  # wrapped once more since; what wraps it calls ours, which passes it on
+                continue  # wrapped again since; the wrapper calls ours, which calls the original
             if before is None:
                 del module.forward
             else:
@@ -213,10 +213,10 @@ class CompressedActivations:
         )
         return f"{self.saved}\n{price}{rerun}{self.controller.report()}"
 
-    # The forward pass: what is entered, the path of modules.
+    # The forward pass: start and end, and the path of modules.
 
     def _begin(self, _: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        # Torch.export, by which apoptosis looks at a model, records what is computed, not saved.
+        # torch.export, which apoptosis uses, records what is computed, not what is saved.
         if torch.compiler.is_exporting():
             return
         self._check_eager()
@@ -247,14 +247,14 @@ class CompressedActivations:
         self.current.__enter__()
 
     def _end(self, *_: object) -> None:
-        # Called by a module of its own, the model ends where its outer call does.
+        # If a submodule calls the model again, the pass ends with the outer call.
         if self.current is None or self.current.path:
             return
         self.current.__exit__()
         self.saved = self.current.saved
         if self._step == 1:
             self._choose_reruns(self.current)
-        # A budget is kept where no gradient of a weight is waited for, too.
+        # Budgets must be checked even if no weight's gradient is watched.
         self._nothing_watched = self.current.watch is not None and not self._watched
         self.current = None
 
@@ -275,7 +275,7 @@ class CompressedActivations:
         if self._step == 1 and _has_one_input(module, args, kwargs):
             self._inputs.setdefault(name, []).append(self.current.input_of(args[0]))
             start = now(args[0].device) - self.current.packing_s
-            # What it assigns to attributes is dropped when it runs again.
+            # Attributes that it assigns are discarded in a rerun.
             held = [value for part in module.modules() for value in vars(part).values()]
             effects = SideEffects([args[0]], held)
             self._running.append((module, args[0].device, start, effects))
@@ -294,21 +294,21 @@ class CompressedActivations:
             if effects.changed():
                 self.current.decided.update((*self.current.path, name))
 
-    # What runs again: a GELU of seven ops, attention, a perceptron of two layers.
+    # Reruns: e.g. a GELU of seven ops, attention, a two-layer perceptron.
 
     def _choose_reruns(self, first: Pass) -> None:
-        """Choose what frees bytes for fewer seconds by running again than packed.
+        """Choose what to rerun: where this takes fewer seconds per freed byte than packing.
 
-        Ranks that measure otherwise may choose otherwise: what they exchange, gradients of all
-        weights in the same order, does not depend on it. With `settings.deterministic` the bytes
-        that a module saves stand for the seconds it takes.
+        Ranks with other measurements may choose differently: the gradients of all weights that they
+        exchange, and their order, do not depend on it. With `settings.deterministic` the bytes that
+        a module saves are used in place of its seconds.
         """
-        # What packing costs.
+        # The cost of packing.
         rates = rates_of(first.timed)
         every = packing_of(first.timed, rates)
         freed = every.plain_bytes - every.held_bytes
         self.price = every.seconds / freed if freed > 0 else 0.0
-        # What may run again, and what that costs.
+        # Candidates for reruns, and their cost.
         candidates = {
             name: (self._forward_s[name], self._inputs[name])
             for name in self._inputs
@@ -331,11 +331,11 @@ class CompressedActivations:
         for place in [path for path in candidates if path in self._inputs]:
             if next(self.model.get_submodule(place).children(), None) is None:
                 continue
-            # What its parts save is all held at once when they run again. And its bytes do not show
-            # what its products take.
+            # In a rerun, all that its parts save is held at once. Also, its saved bytes do not show
+            # how long its products take.
             if settings.deterministic or kept[place].plain_bytes >= every.held_bytes:
                 del again[place]
-        # What may go to the host. Counted bytes say nothing of a link.
+        # Candidates for offloading. With bytes in place of seconds a link cannot be compared.
         memories = {} if settings.deterministic else offloadable(first.timed)
         byte_s = copy_seconds(first.device) if memories else 0.0
         for key, saved in memories.items():
@@ -358,7 +358,7 @@ class CompressedActivations:
         for key in self.offloaded:
             self.controller.forget(key)
         held = every.held_bytes - freed_by(saving)
-        # First: layers that take some images at a time run again by that, and not by themselves.
+        # Chosen first, as layers that process some images at a time are rerun that way only.
         self._choose_images(first, max(held, self.controller.budget_bytes or 0))
         for place in (path for path in candidates if path in saving):
             if not any(path == place or _is_within(path, place) for path in self.by_images):
@@ -366,7 +366,7 @@ class CompressedActivations:
         self._inputs = {}
 
     def _choose_images(self, first: Pass, least_bytes: float) -> None:
-        """Make layers whose gradients take more bytes than all else take some images at a time."""
+        """Let layers with gradients larger than all else held process some images at a time."""
         for module in list(self.model.modules()):
             chains = runs_of(module, self._layers, least_bytes) if is_sequential(module) else []
             runs = [run for layers in chains if (run := self._run_of(layers, first)) is not None]
@@ -375,18 +375,18 @@ class CompressedActivations:
         self._layers = {}
 
     def _run_of(self, layers: list[torch.nn.Module], first: Pass) -> Run | None:
-        """Return a run of these layers, if some images at a time need less than all."""
+        """Return a run of these layers if processing some images at a time needs less memory."""
         seen = [step for layer in layers if (step := self._layers[layer]) is not None]
         names, x = [self._names[layer] for layer in layers], seen[0].x
         saved = [tensor for tensor in first.timed if not tensor.within.isdisjoint(names)]
-        # From rounded inputs ReLUs and poolings decide otherwise: a gradient was 12 % off (decision
-        # 106). So it is kept exactly.
+        # The input is kept exactly, as rounding it changes what ReLUs and poolings select: a
+        # gradient was 12 % off (decision 106).
         first_input = replace(self._inputs[names[0]][0], packed=False)
         growth = max(max(step.x.numel(), step.y.numel()) for step in seen) / x.numel()
         plain_bytes = sum(tensor.plain_bytes for tensor in saved)
-        plain_bytes -= seen[-1].y.nbytes * seen[-1].saved  # a layer after the run may save it, too
+        plain_bytes -= seen[-1].y.nbytes * seen[-1].saved  # a later layer may save it, too
         run = Run(layers, names, x.dim(), growth, plain_bytes / x.numel())
-        # The gradients of the run's own input and output are held whole.
+        # The gradients of the run's input and output are held in full.
         ends = x.nbytes + seen[-1].y.nbytes
         if (
             len(run.parts(x)) == 1
@@ -408,7 +408,7 @@ class CompressedActivations:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call layers one after the other, and runs of them for some images at a time."""
+        """Call layers one after the other, and runs of them on some images at a time."""
         current = self.current
         if current is None or kwargs or not torch.is_grad_enabled() or not current.is_innermost():
             return forward(*args, **kwargs)
@@ -433,7 +433,7 @@ class CompressedActivations:
         module.forward = ours
 
     def _let_rerun(self, place: str, plain_bytes: float, inputs: list[Input], first: Pass) -> None:
-        """Make a module, or a call of attention, run again from now on."""
+        """Rerun a module, or an attention call, in the backward pass from now on."""
         plain = plain_bytes / sum(call.elements for call in inputs)
         self.rerun.append(place)
         self.controller.forget(place or "model")
@@ -448,7 +448,7 @@ class CompressedActivations:
         first.foresee(dict(zip(keys, inputs, strict=True)))
 
     def _least(self, inputs: list[Input]) -> int:
-        """Bytes of inputs that are kept compressed, or as they are."""
+        """Return the bytes of inputs that are kept compressed, or as they are."""
         bits = self.controller.nonlinear_bits
         return sum(
             compressed_bytes(tensor.elements, bits) + tensor.row_bytes
@@ -467,14 +467,14 @@ class CompressedActivations:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Run a module so that it keeps its input alone, and runs again in the backward pass.
+        """Run a module so that only its input is kept, and rerun it in the backward pass.
 
-        `plain` are the bytes that autograd holds of it for each element of its input.
+        `plain` are the bytes that autograd would save for it per element of its input.
         """
         current = self.current
         if current is None or not torch.is_grad_enabled() or not args or not _is_float(args[0]):
             return forward(*args, **kwargs)
-        if not current.is_innermost():  # a checkpoint around it will run it again, without us
+        if not current.is_innermost():  # an outer checkpoint will rerun it, outside of our pass
             return forward(*args, **kwargs)
         name = self._names.get(module) or type(module).__name__
         with current.saving_input(plain * args[0].numel()):
@@ -486,7 +486,7 @@ class CompressedActivations:
                 **kwargs,
             )
 
-    # Statistics: sums of squares of gradients at a layer's output, and the yardstick.
+    # Statistics: sums of squared gradients of layers' outputs, and the yardstick.
 
     def _watch(self, op: Call, result: Any) -> None:
         weight = weight_of(op)
@@ -499,7 +499,7 @@ class CompressedActivations:
             "coverage": coverage_of(op, result, weight),
         }
 
-        keys = op.lossy  # hooks that held the call would keep its arguments alive
+        keys = op.lossy  # a hook that refers to the call would keep its arguments alive
 
         def arrived(gradient: torch.Tensor) -> None:
             exact = gradient.detach().float()
@@ -515,7 +515,7 @@ class CompressedActivations:
         self._watched += [result.register_hook(arrived), once]
 
     def refresh(self) -> None:
-        """Choose bits now from what was gathered; otherwise the next forward pass does."""
+        """Choose bits from the gathered statistics now rather than in the next forward pass."""
         if not self._gathered and not self._nothing_watched:
             return
         self._nothing_watched = False
@@ -529,7 +529,7 @@ class CompressedActivations:
         self.controller.refresh()
 
     def _yardstick(self, weight: torch.nn.Parameter) -> float:
-        """Mean magnitude of momentum; for Adam that of its step, times the root of the mean of v.
+        """Return the mean magnitude of momentum; for Adam that of its step times sqrt(mean(v)).
 
         Entries that never had a gradient have no step, and no error either.
         """
@@ -547,10 +547,10 @@ class CompressedActivations:
     ) -> dict[str, torch.Tensor]:
         """Return the errors of the weights' gradients, [repeats, ...] by parameter name.
 
-        `loss` runs a forward pass of the model and returns what is to be differentiated; it is
-        called once without compression and `repeats` times with. Random numbers, those of devices,
-        Python and NumPy too, and buffers are put back each time. The deviations go into the
-        controller's rows.
+        `loss` runs a forward pass of the model and returns the value to differentiate; it is called
+        once without compression and `repeats` times with it. Random states, including those of
+        devices, Python and NumPy, and buffers are restored each time. The standard deviations go
+        into the controller's rows.
         """
         names = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
         buffers = [buffer.clone() for buffer in self.model.buffers()]
@@ -563,7 +563,7 @@ class CompressedActivations:
                 set_value(buffer, before)
             return list(exact)
 
-        # Random numbers and buffers are the same in all passes, so that only rounding differs.
+        # All passes have the same random numbers and buffers, so that only rounding differs.
         self.active = False
         try:
             plain = gradients()
@@ -587,10 +587,10 @@ def _is_float(value: Any) -> bool:
 
 
 def _has_one_input(module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> bool:
-    """Whether a module takes one tensor of floats and nothing else, so that it can run again."""
+    """Whether a module takes one float tensor and nothing else, so that it can be rerun."""
     return not kwargs and len(args) == 1 and _is_float(args[0])
 
 
 def _is_within(place: str, module: str) -> bool:
-    """Whether a module, or a call in one, is a part of a module."""
+    """Whether a module, or a call in one, is within another module."""
     return not module or place.startswith((f"{module}.", f"{module}/"))

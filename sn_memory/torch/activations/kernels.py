@@ -1,8 +1,8 @@
-"""The kernels of packing.py in Triton: one pass over memory each way. Imported where there is one.
+"""The kernels of packing.py in Triton: one pass over memory each way. Imported only with Triton.
 
-Twins of `packing._pack` and of the loop of `packing.unpack`; tests compare them in Triton's
+Counterparts of `packing._pack` and of the loop in `packing.unpack`; tests compare them in Triton's
 interpreter. Divisions are rounded to nearest and products are not fused with sums, so that codes
-have the bits they have everywhere.
+are bit-identical on all devices.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-_ROWS = 16  # groups of a program: 4,096 elements, of which four warps have 32 a thread
+_ROWS = 16  # groups per program: 4,096 elements, i.e. 32 per thread of four warps
 
 
 @triton.jit
@@ -23,7 +23,7 @@ def _pack(  # type: ignore[no-untyped-def]
     TOP: tl.constexpr = 2.0**BITS - 1
     FRACTION: tl.constexpr = 16 if BITS < 8 else 15  # groups.fraction_of
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    # Of a run: how many groups it has, which one it is, where in it the group begins.
+    # Groups per run, the number of the run, and the start of the group within it.
     groups_per_run = (run + 255) // 256
     number, start = row // groups_per_run, row % groups_per_run * 256
     at = (number * run + start)[:, None] + tl.arange(0, 256)[None, :]
@@ -114,7 +114,7 @@ def pack(
     codes: torch.Tensor,
     spread: torch.Tensor,
 ) -> None:
-    """Fill bases, steps, codes and spread of [n] values in runs: see `packing.pack`."""
+    """Fill bases, steps, codes and spread from [n] values in runs: see `packing.pack`."""
     groups = bases.numel()
     if groups:
         _pack[(triton.cdiv(groups, _ROWS),)](
@@ -140,5 +140,5 @@ def unpack(
 
 
 def _words(key: tuple[int, int]) -> tuple[int, int]:
-    """The key as Triton takes whole numbers: what lies above 2**31 would make them of 64 bits."""
+    """The key as int32 words, since Triton takes larger integers as 64-bit ones."""
     return tuple(word - (1 << 32) if word >> 31 else word for word in key)  # type: ignore[return-value]

@@ -1,14 +1,14 @@
-"""Floats in 1, 2, 4 or 8 bits on their own device, by torch's array code.
+"""Pack floats into 1, 2, 4 or 8 bits on their own device, with torch ops.
 
-The same grids, random numbers and codes as the host's C++ (sn_compress/ops/groups.py, whose NumPy
-form is the oracle): groups of 256 elements with a lowest point and a step, rounded up with the
-probability of the distance. Groups begin anew with each run, so that none lies in two rows. Random
-numbers are a hash of key and position, so they need no memory, and are the same on every machine.
-Two things differ from the host, where escaped elements are in a list, whose length the device would
-have to wait for: a group with an element that is not finite is unpacked as NaN, and with 1 bit a
-group of both signs has no zero on its grid.
+Uses the same grids, random numbers and codes as the host's C++ (sn_compress/ops/groups.py, whose
+NumPy version is the oracle): groups of 256 elements with a lowest point and a step, rounded
+stochastically. Each run starts a new group, so that no group spans two rows. Random numbers are a
+hash of key and position, so they need no memory and are the same on every machine. The host keeps
+escaped elements in a list; the device would have to wait for its length, so it differs in two
+points: a group with an element that is not finite is unpacked as NaN, and with 1 bit a group of
+both signs has no zero on its grid.
 
-Nothing here depends on values: no branch, no copy to the host.
+No control flow depends on values, and nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ...base.errors import core
 from ..model.modes import warn
 
 GROUP: Final = 256
-# Elements that are packed at a time without a fused kernel, with ten temporaries of four bytes for
+# Elements packed at a time without a fused kernel, which takes ten temporaries of four bytes for
 # each. A multiple of the group.
 _CHUNK: Final = 1 << 20
-UNFIT: Final = 2.0**120  # from here on a group is lost, as on the host an element escapes
+UNFIT: Final = 2.0**120  # from here on a group is lost; on the host the element escapes
 _FINEST: Final = 2.0**-110  # groups.FINEST
 
 
@@ -38,11 +38,11 @@ _FINEST: Final = 2.0**-110  # groups.FINEST
 class Packed:
     """[n] floats in groups.
 
-    bases, steps : [groups] float32 and bfloat16: the lowest point of each grid, the distance of two
-        points.
+    bases, steps : [groups] float32 and bfloat16: the lowest point of each grid, and the distance
+        between its points.
     codes : [ceil(n bits / 8)] uint8, lowest bits first
-    spread : [groups] float32: the sum over a group of f (1 - f), where f is how far an element is
-        from the point below it in steps; times step**2 the variance of its rounding.
+    spread : [groups] float32: the sum over a group of f (1 - f), where f is an element's distance
+        to the grid point below it in steps; times step**2 it is the variance of the rounding.
     """
 
     bases: torch.Tensor
@@ -52,7 +52,7 @@ class Packed:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of what is needed to unpack."""
+        """Bytes of the tensors needed for unpacking."""
         return self.bases.nbytes + self.steps.nbytes + self.codes.nbytes
 
     def variance(self, n: int) -> torch.Tensor:
@@ -61,12 +61,12 @@ class Packed:
 
 
 def pack(values: torch.Tensor, bits: int, key: tuple[int, int], run: int = 0) -> Packed:
-    """Round values at random to codes.
+    """Round values stochastically to codes.
 
     values : [n] float32, float16 or bfloat16, contiguous
     bits : 1, 2, 4 or 8
-    key : two words of 32 bits that stand for seed and tensor
-    run : elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n
+    key : two 32-bit words that identify seed and tensor
+    run : elements after which a new group and a new byte of codes start; divides n. 0: n
     """
     n, device = values.numel(), values.device
     parts = groups.Parts(n, bits, GROUP, run, _CHUNK)
@@ -89,7 +89,7 @@ def pack(values: torch.Tensor, bits: int, key: tuple[int, int], run: int = 0) ->
 
 
 def unpack(packed: Packed, n: int, bits: int, dtype: torch.dtype, run: int = 0) -> torch.Tensor:
-    """Return the values of codes, [n] of a type."""
+    """Return the values of codes as [n] of the given dtype."""
     device = packed.codes.device
     values = torch.empty(n, dtype=dtype, device=device)
     parts = groups.Parts(n, bits, GROUP, run, _CHUNK)
@@ -99,7 +99,7 @@ def unpack(packed: Packed, n: int, bits: int, dtype: torch.dtype, run: int = 0) 
     for start, stop, inner in map(parts.part, range(parts.count)):
         rows, held = parts.slices(start, stop)
         runs = (stop - start) // inner
-        filled = inner + -inner % (8 // bits)  # a run's codes and what fills its last byte
+        filled = inner + -inner % (8 // bits)  # a run's codes and the padding of its last byte
         codes = unpack_codes(packed.codes[held], runs * filled, bits).view(runs, filled)
         codes = _filled(codes[:, :inner], GROUP).view(-1, GROUP)
         value = packed.bases[rows, None] + codes.float() * packed.steps[rows, None].float()
@@ -109,13 +109,13 @@ def unpack(packed: Packed, n: int, bits: int, dtype: torch.dtype, run: int = 0) 
 
 @lru_cache
 def kernels(device: torch.device) -> Any:
-    """Return the module of Triton's kernels where they run on a device; None elsewhere."""
+    """Return the module of Triton kernels if they run on a device, else None."""
     if device.type != "cuda":
         return None
     try:
         from . import kernels as fused
 
-        # Compiled here, before anything depends on it: a machine may have Triton and no compiler.
+        # Compile now, before anything depends on it: a machine may have Triton but no compiler.
         probe = torch.zeros(GROUP, device=device)
         out = (probe[:1].clone(), probe[:1].bfloat16(), probe.byte(), probe[:1].clone())
         fused.pack(probe, 8, (0, 0), GROUP, *out)
@@ -139,7 +139,7 @@ _WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def pack_mask(values: torch.Tensor, test: Test) -> torch.Tensor:
-    """Return where [n] floats or booleans meet a test as [ceil(n / 8)] uint8, lowest bit first."""
+    """Return a bit mask of the [n] values that pass a test, [ceil(n / 8)] uint8, low bits first."""
     n, number = values.numel(), list(TESTS).index(test)
     bits = torch.empty(-(-n // 8), dtype=torch.uint8, device=values.device)
     if values.device.type == "cpu":
@@ -152,9 +152,9 @@ def pack_mask(values: torch.Tensor, test: Test) -> torch.Tensor:
 
 
 def spread_mask(bits: torch.Tensor, values: torch.Tensor | float, out: torch.Tensor) -> None:
-    """Fill [n] with values, [n] of the same type or one for all, where a bit is set, and zeros.
+    """Fill [n] with values (a tensor of the same type, or one number) where a bit is set, else 0.
 
-    Elements are masked as words, so that NaN becomes +0 as well; a product would keep it.
+    Elements are masked as integers, so that NaN also becomes +0; a product would keep it.
     """
     wide = _WORDS[out.element_size()]
     source, word = None, 0
@@ -181,14 +181,14 @@ def two_values(values: torch.Tensor) -> float | None:
         kind = np.uint32 if values.element_size() == 4 else np.uint16
         held = torch.from_numpy(np.array([max(word, 0)], kind)).view(values.dtype)
         return None if word < 0 or bool(held.isnan()) else float(held)
-    # This waits for the device. Dropout does not come here: there it saves a mask of booleans.
+    # This waits for the device. Not reached for dropout, which saves a boolean mask on devices.
     low, high = (float(value) for value in values.aminmax()) if values.numel() else (0.0, 0.0)
     top = low if high == 0 else high
     return top if bool(((values == 0) | (values == top)).all()) else None
 
 
 def as_numpy(run: torch.Tensor) -> np.ndarray[Any, Any]:
-    """Return a tensor of the host as an array; bfloat16, for which NumPy has no type, as bits."""
+    """Return a host tensor as an array; bfloat16, which NumPy lacks, as its bits in uint16."""
     return np.asarray((run.view(torch.uint16) if run.dtype == torch.bfloat16 else run).numpy())
 
 
@@ -209,7 +209,7 @@ def unpack_codes(packed: torch.Tensor, n: int, bits: int) -> torch.Tensor:
 
 
 def _filled(rows: torch.Tensor, multiple: int) -> torch.Tensor:
-    """[runs, n] with zeros after each run, up to a multiple of elements."""
+    """[runs, n] with each run zero-padded to a multiple of elements."""
     return torch.nn.functional.pad(rows, (0, -rows.shape[1] % multiple)).contiguous()
 
 
@@ -218,7 +218,7 @@ def _pack(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Bases, steps, codes and spread of up to `_CHUNK` values in runs, [runs, length]."""
     n, top = values.shape[1], float((1 << bits) - 1)
-    # The last group of a run is filled up with its last element, which changes neither the group's
+    # The last group of a run is padded with its last element, which changes neither the group's
     # extremes nor whether it has a zero.
     x = torch.cat([values.float(), values[:, -1:].float().expand(-1, -n % GROUP)], 1)
     x = x.view(-1, GROUP)
@@ -256,13 +256,13 @@ def _grid(
     else:
         lattice &= ~both
     step = torch.where(lattice, inner, (high - low) / top)
-    # Up to a number of the eight bits that a bfloat16 has, so that the grid still holds the group.
+    # Rounded up to a bfloat16, so that the grid still covers the group.
     step = ((step.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32).clamp(min=_FINEST)
     return torch.where(lattice, -below * step, low), step
 
 
 def _halves(first: int, n: int, key: tuple[int, int], device: torch.device) -> torch.Tensor:
-    """[n] random numbers of 16 bits as int32, of the positions from `first` on: two of a word."""
+    """[n] random 16-bit numbers as int32, for positions from `first` on; two per 32-bit word."""
     # lowbias32, as in groups.py. int32 wraps around as uint32 does, for which torch has no
     # arithmetic; its shifts extend the sign, which masks undo.
     pair = first >> 1
@@ -279,6 +279,6 @@ def _halves(first: int, n: int, key: tuple[int, int], device: torch.device) -> t
 
 
 def _signed(word: int) -> int:
-    """A word of 32 bits as the int32 of the same bits."""
+    """A 32-bit word as the int32 with the same bits."""
     word &= 0xFFFFFFFF
     return word - (1 << 32) if word >> 31 else word

@@ -1,10 +1,10 @@
-"""What runs again in the backward pass: modules as they were, and layers by a few images at a time.
+"""Reruns in the backward pass: whole modules, and layers that process a few images at a time.
 
-A layer's gradients, of its output and of its input, are held at once, whole, however little is
-kept for them. Layers that treat each image of a batch by itself need not take the batch whole: a
-few images go through all of them, forward and then in the backward pass again, before the next
-(Lym et al., Mini-batch Serialization, MLSys 2019; micro-batches of one convolution: Oyama et al.,
-mu-cuDNN, 2018). What is kept of them all is their first input.
+The gradients of a layer's output and input are held in full at the same time, however little is
+saved for them. Layers that treat the images of a batch independently need not process the whole
+batch at once: a few images pass through all of them, forward and again in the backward pass, before
+the next (Lym et al., Mini-batch Serialization, MLSys 2019; micro-batches of one convolution: Oyama
+et al., mu-cuDNN, 2018). Only the input of the first layer is kept.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..model.snapshot import GLOBAL_HOOKS, HOOKS
 from ..modules.state import RunState
 from .treatments import in_memory, parts_of
 
-# Ops whose values decide what runs next, which elements are read, or how many results there are.
+# Ops whose values affect control flow, which elements are read, or how many results there are.
 _DECIDES = frozenset(
     (
         *("__bool__", "__int__", "__float__", "__index__", "item", "tolist", "numpy", "equal"),
@@ -35,7 +35,7 @@ _DECIDES = frozenset(
 
 
 def decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a second call could differ by rounded values, or by other random numbers."""
+    """Whether a rerun could differ because of rounded values or other random numbers."""
     if name == "__getitem__":
         places = (place for place in tree_leaves(args[1:]) if isinstance(place, torch.Tensor))
         return any(place.dtype == torch.bool for place in places)
@@ -43,11 +43,11 @@ def decides(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 _PACKAGE: Final = __name__.rpartition(".")[0]
-# By class, how many axes its input has if it is a batch; 0: any number.
+# By class, the number of axes of its input if it is a batch; 0: any number.
 _CONVOLUTIONS: Final = {getattr(nn, f"Conv{n}d"): n + 2 for n in (1, 2, 3)}
 _POOLS: Final = ("MaxPool", "AvgPool", "AdaptiveMaxPool", "AdaptiveAvgPool")
-# They return a new tensor, so that nothing after them writes into their input, which is all that a
-# run keeps; its first layer is one of these.
+# Layers that return a new tensor, so that no later layer writes into their input. The first layer
+# of a run is one of these, as its input is all that the run keeps.
 _NEW: Final = {
     **_CONVOLUTIONS,
     **{getattr(nn, f"{kind}{n}d"): n + 2 for kind in _POOLS for n in (1, 2, 3)},
@@ -64,9 +64,9 @@ _AXES: Final = _NEW | dict.fromkeys(
 
 @dataclass(frozen=True)
 class Layer:
-    """Input and output, without values, of a layer that treats each image of a batch by itself.
+    """Input and output, without values, of a layer that treats images of a batch independently.
 
-    saved : whether it, or one before it, saved the output
+    saved : whether the output was saved, by it or by an earlier layer
     """
 
     x: torch.Tensor
@@ -81,9 +81,9 @@ class Layer:
 def layer_of(
     module: nn.Module, args: tuple[Any, ...], y: Any, saved: Callable[[Any], bool]
 ) -> Layer | None:
-    """Return input and output of a layer that was called; None of any other module.
+    """Return input and output of a suitable layer that was called; None for any other module.
 
-    Random numbers, or a batch norm in training, make an image depend on the others; the user's own
+    With random numbers, or a batch norm in training, images depend on each other; user-defined
     classes may do anything.
     """
     axes = _AXES.get(type(module))
@@ -92,7 +92,7 @@ def layer_of(
         return None
     if not y.requires_grad or len(x) != len(y) or x.dim() != (axes or x.dim()):
         return None
-    # An expanded scalar has their shape and `nbytes`, and no memory to speak of.
+    # An expanded scalar has their shape and `nbytes`, but almost no memory.
     empty = [tensor.detach().new_empty(()).expand(tensor.shape) for tensor in (x, y)]
     return Layer(empty[0], empty[1], saved(y))
 
@@ -100,10 +100,10 @@ def layer_of(
 def runs_of(
     layers: Iterable[nn.Module], seen: Mapping[nn.Module, Layer | None], least_bytes: float
 ) -> list[list[nn.Module]]:
-    """Return runs of layers in which some layer's gradients take more than so many bytes.
+    """Return runs of layers in which the gradients of some layer exceed a number of bytes.
 
-    A convolution whose gradients take less ends the run before it, and may begin the next. Layers
-    without products stay in it: they take little time, and often have a smaller output.
+    A convolution with smaller gradients ends the run before it, and may start the next. Layers
+    without products stay in the run: they take little time, and often have a smaller output.
     """
     runs: list[list[nn.Module]] = [[]]
     large = {name for name, layer in seen.items() if layer and layer.gradients_bytes > least_bytes}
@@ -117,12 +117,12 @@ def runs_of(
 
 @dataclass(frozen=True)
 class Run:
-    """Layers of a Sequential, one after the other, that take a few images at a time.
+    """Consecutive layers of a Sequential that process a few images at a time.
 
-    layers, names : these, and their paths
-    dim : axes of their input
-    growth : the most elements of any tensor, for each of the input
-    plain_bytes : that autograd holds of them, for each element of the input
+    layers, names : the layers and their paths
+    dim : number of axes of their input
+    growth : elements of the largest tensor per element of the input
+    plain_bytes : bytes that autograd would save per element of the input
     """
 
     layers: list[nn.Module]
@@ -132,11 +132,11 @@ class Run:
     plain_bytes: float
 
     def parts(self, x: torch.Tensor) -> list[slice]:
-        """Return which images are taken at once."""
+        """Return slices of the images that are processed at a time."""
         return parts_of(x, self.growth)
 
     def takes(self, x: Any) -> bool:
-        """Whether a batch goes through these layers a few images at a time."""
+        """Whether a batch can pass through these layers a few images at a time."""
         return (
             _is_batch(x)
             and x.dim() == self.dim
@@ -150,18 +150,18 @@ class Run:
         return list(dict.fromkeys(weight for layer in self.layers for weight in layer.parameters()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layers, none of which has hooks but ours."""
+        """Run the layers; none has hooks other than ours."""
         for layer in self.layers:
             x = layer.forward(x)
         return x
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Run the layers so that autograd keeps their input alone."""
+        """Run the layers so that autograd saves only their input."""
         return torch.as_tensor(_ByImages.apply(self, x, *self.weights()))
 
 
 class _ByImages(torch.autograd.Function):
-    """A run of layers. Weights are inputs, so that hooks on their gradients are called."""
+    """A run of layers. Weights are inputs, so that hooks on their gradients run."""
 
     @staticmethod
     def forward(ctx: Any, run: Run, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -179,19 +179,19 @@ class _ByImages(torch.autograd.Function):
                 piece = run.forward(x[part])
                 y = _of_images(piece, len(x)) if y is None else y
                 y[part] = piece
-                del piece  # before the next images come
+                del piece  # freed before the next images
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of the input and of the weights."""
         (x,), run, wanted = ctx.saved_tensors, ctx.run, ctx.needs_input_grad[1:]
-        # Gradients of gradients need the whole batch as part of the graph, and slices of a batched
-        # gradient (`is_grads_batched`) cannot be written into one tensor.
+        # Higher-order gradients need the whole batch in the graph, and slices of a batched gradient
+        # (`is_grads_batched`) cannot be written into one tensor.
         again = torch.is_grad_enabled()
         at_once = again or is_batched(gradient)
         sums: list[Any] = [None] * len(wanted)
-        # Inside, the layers are as they were in the forward pass, with leaves as their weights.
+        # Inside, the layers have their state from the forward pass, with leaves as weights.
         with ctx.layers:
             leaves = _put_leaves(run, wanted[1:], linked=again)
             for part in [slice(None)] if at_once else run.parts(x):
@@ -209,7 +209,7 @@ class _ByImages(torch.autograd.Function):
                         sums[0] = torch.empty_like(x) if sums[0] is None else sums[0]
                         sums[0][part] = part_gradient
                     else:
-                        # Sums in 16 bits would be rounded with each part; torch rounds them once.
+                        # 16-bit sums would be rounded for each part; torch rounds once.
                         narrow = part_gradient.element_size() < 4
                         wide = part_gradient.float() if narrow else part_gradient
                         sums[slot] = wide if sums[slot] is None else sums[slot].add_(wide)
@@ -221,7 +221,7 @@ class _ByImages(torch.autograd.Function):
 
 
 def _leaf(tensor: torch.Tensor, wanted: bool, *, linked: bool) -> torch.Tensor:
-    """Return a tensor to differentiate by: without hooks, and a view in the graph if linked."""
+    """Return a tensor to differentiate with respect to, without hooks; if linked, in the graph."""
     if linked:
         with torch.enable_grad():
             return tensor.view_as(tensor)
@@ -229,7 +229,7 @@ def _leaf(tensor: torch.Tensor, wanted: bool, *, linked: bool) -> torch.Tensor:
 
 
 def _put_leaves(run: Run, wanted: Sequence[bool], *, linked: bool) -> list[torch.Tensor]:
-    """Replace the weights of restored layers by leaves; return these."""
+    """Replace the weights of restored layers by leaves; return the leaves."""
     weights = run.weights()
     pairs = zip(weights, wanted, strict=True)
     leaves = {weight: _leaf(weight, want, linked=linked) for weight, want in pairs}
@@ -241,7 +241,7 @@ def _put_leaves(run: Run, wanted: Sequence[bool], *, linked: bool) -> list[torch
 
 @contextmanager
 def _casting(casts: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
-    """Cast as in the forward pass; a cache would give casts that have no graph to other layers."""
+    """Use the forward pass's autocast; a cache would give casts without a graph to other layers."""
     with ExitStack() as stack:
         for kind, (enabled, dtype) in casts.items():
             stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=False))
@@ -249,26 +249,26 @@ def _casting(casts: Mapping[str, tuple[bool, torch.dtype]]) -> Iterator[None]:
 
 
 def _of_images(piece: torch.Tensor, count: int) -> torch.Tensor:
-    """Return an empty tensor of so many images, in the order of memory of a piece of a few."""
+    """Return an empty tensor of `count` images with the memory order of a piece of the batch."""
     order = [0, *(axis + 1 for axis in in_memory(piece[0]))]
     shape = [count, *(piece.shape[axis] for axis in order[1:])]
     return piece.new_empty(shape).permute([order.index(axis) for axis in range(len(order))])
 
 
 def _is_batch(value: Any) -> bool:
-    """Whether it is a plain tensor of floats; subclasses of Tensor have ops of their own."""
+    """Whether a value is a plain batch of floats; subclasses of Tensor have ops of their own."""
     plain = type(value) in (torch.Tensor, nn.Parameter) and value.is_floating_point()
     return plain and value.dim() > 1 and value.numel() > 0
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module has its class's forward and no hooks, apart from those of this package."""
+    """Whether a module has its class's forward and no hooks, except those of this package."""
     hooks = [hook for slot in HOOKS for hook in getattr(module, slot).values()]
     return _runs(type(module), module) and all(map(_is_ours, hooks)) and not any(GLOBAL_HOOKS)
 
 
 def is_sequential(module: nn.Module) -> bool:
-    """Whether it calls its layers one after the other, and does nothing else."""
+    """Whether a module only calls its layers one after the other."""
     return _runs(nn.Sequential, module)
 
 

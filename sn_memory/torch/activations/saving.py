@@ -1,10 +1,9 @@
-"""One forward pass, watched: each tensor that autograd saves gets a name, and is kept compressed.
+"""Watch a forward pass: each tensor that autograd saves gets a name, and is kept compressed.
 
-torch has hooks that pack and unpack saved tensors, but a hook receives a bare tensor: not which
-layer or op saved it. Counting calls (GACT) assigns wrong bits as soon as control flow changes.
-Here a function mode sees each call of an op and forward hooks see each module, so a tensor is
-known by module path, op and slot; what an op needs of it decides how it is kept: see
-`activations/saved.py`.
+torch's saved-tensor hooks receive a bare tensor, without the layer or op that saved it. Counting
+calls (GACT) assigns wrong bits as soon as control flow changes. Here a function mode sees each call
+of an op and forward hooks see each module, so a tensor is identified by module path, op and slot;
+how it is kept depends on what the op's backward pass needs of it: see `activations/saved.py`.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ ATTENTION = "scaled_dot_product_attention"
 
 @dataclass
 class Call:
-    """A running call of an op: its name, its place, and what it has saved so far."""
+    """A running call of an op: its name, its key (`place`), and what it has saved so far."""
 
     name: str
     place: str
@@ -71,38 +70,38 @@ class Call:
     by_images: bool = False
 
     def arguments(self, *names: str) -> dict[str, Any]:
-        """Its arguments by name; `names` are those of its first parameters, in order."""
+        """Return its arguments by name; `names` are those of its first parameters, in order."""
         return dict(zip(names, self.args, strict=False)) | self.kwargs
 
 
 def now(device: torch.device) -> float:
-    """Return seconds once the device is idle; on a host of this thread, as others run there."""
+    """Return the time once the device is idle; on the host, this thread's CPU time."""
     synchronize(device)
     return perf_counter() if is_apart(device) else thread_time()
 
 
 def rectified(call: Call) -> tuple[torch.Tensor, bool] | None:
-    """Return the input of a ReLU whose backward pass can read bits, and whether it is in place.
+    """Return the input of a ReLU whose backward pass can use a mask, and whether it is in place.
 
-    None of any other call.
+    None for any other call.
     """
     if call.name not in ("relu", "relu_"):
         return None
     args = call.arguments("input", "inplace")
     x: Any = args.get("input")
     inplace = call.name == "relu_" or bool(args.get("inplace"))
-    # Autograd functions know nothing of subclasses of Tensor.
+    # Autograd functions do not support subclasses of Tensor.
     plain = type(x) in (torch.Tensor, torch.nn.Parameter)
     if not plain or not (x.requires_grad and torch.is_grad_enabled()):
         return None
-    if inplace and (x.is_leaf or x._is_view()):  # autograd has rules of its own for these
+    if inplace and (x.is_leaf or x._is_view()):  # autograd has special rules for these
         return None
     fits = x.numel() >= MIN_ELEMENTS and is_dense(x) and x.dtype in _PACKED
     return (x, inplace) if fits else None
 
 
 def convolved(call: Call) -> tuple[Any, ...] | None:
-    """Return what ConvByImages needs of a convolution of a batch that is worth it; else None."""
+    """Return the arguments of ConvByImages for a convolution where it pays off; else None."""
     if call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
     names = ("input", "weight", "bias", "stride", "padding", "dilation", "groups")
@@ -120,20 +119,20 @@ def convolved(call: Call) -> tuple[Any, ...] | None:
         return None
     if not is_dense(x) or in_memory(x)[0] != 0 or torch.is_autocast_enabled(x.device.type):
         return None
-    # A part's gradient of the weight is there beside their sum.
+    # The weight gradient of a part is held in addition to the sum.
     pays = len(parts_of(x)) > 1 and x.numel() > 2 * weight.numel()
     return (x, weight, bias, *(_each(size, axes) for size in sizes), groups) if pays else None
 
 
 def of_input_size(tensor: torch.Tensor, call: Call) -> bool:
-    """Whether it is as large as an argument: not a statistic, an exponent or a workspace."""
+    """Whether a tensor is as large as an argument: not a statistic, an exponent or a workspace."""
     inputs = tensors((call.args, call.kwargs))
-    # Of these only the input's size counts: a norm may have as many statistics as weights.
+    # For these only the input's size counts: a norm may have as many statistics as weights.
     if call.name == "linear" or call.name.startswith("conv") or call.name.endswith("_norm"):
         return bool(inputs) and tensor.numel() == inputs[0].numel()
     sizes = {argument.numel() for argument in inputs}
     if call.name == ATTENTION and len(inputs) > 1:
-        # Without a fused kernel it saves a number for each query and key.
+        # Without a fused kernel it saves a number for each pair of query and key.
         query, key = inputs[:2]
         sizes.add(query.numel() // query.shape[-1] * key.shape[-2])
     return tensor.numel() in sizes or not sizes
@@ -145,7 +144,7 @@ def storages_of(values: Any) -> frozenset[int]:
 
 
 def weight_of(call: Call) -> torch.nn.Parameter | None:
-    """The parameter whose gradient is computed from an op's input, if the theory covers the op."""
+    """Return the parameter whose gradient needs an op's input, if the theory covers the op."""
     if call.name != "linear" and call.name not in ("conv1d", "conv2d", "conv3d"):
         return None
     weight = call.arguments("input", "weight").get("weight")
@@ -153,7 +152,7 @@ def weight_of(call: Call) -> torch.nn.Parameter | None:
 
 
 def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float:
-    """The part of a layer's products that are not with padding."""
+    """Return the fraction of a layer's products that do not involve padding."""
     if call.name == "linear":
         return 1.0
     args = call.arguments("input", "weight", "bias", "stride", "padding", "dilation")
@@ -171,7 +170,7 @@ def coverage_of(call: Call, result: torch.Tensor, weight: torch.Tensor) -> float
 
 
 def window_of(call: Call) -> Window | None:
-    """Return the windows of a pooling call; None of any other call."""
+    """Return the windows of a pooling call; None for any other call."""
     if call.name != "max_pool2d":
         return None
     args = call.arguments("input", "kernel_size", "stride", "padding", "dilation")
@@ -182,21 +181,21 @@ def window_of(call: Call) -> Window | None:
     return Window(pairs[0], pairs[1], pairs[2], pairs[3], args["input"].shape[-1])
 
 
-# The shortest rows that get grids of their own, of 6 bytes each, in the input of a module that runs
-# again, which may be a norm written in several ops.
+# The shortest rows that get grids of their own (6 bytes each) in the input of a module that is
+# rerun, which may be a norm written in several ops.
 _LEAST_ROW = 32
 
 
 def rows_of(call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]] | None:
-    """Return a view of what an op saved, and the axes over which it is normalized.
+    """Return a view of a saved tensor, and the axes over which the op normalizes it.
 
-    None where there are none, and where each group lies in one row anyway.
+    None if there are none, or if each group lies in one row anyway.
     """
     axes, view = tuple(range(tensor.dim())), tensor
     match call.name:
         case "layer_norm" | "rms_norm":
             axes = axes[-len(call.arguments("input", "normalized_shape")["normalized_shape"]) :]
-        case "batch_norm" | "instance_norm":  # what an instance norm saves has a batch of one
+        case "batch_norm" | "instance_norm":  # an instance norm saves a tensor with a batch of one
             axes = (0, *axes[2:])
         case "group_norm":
             groups = call.arguments("input", "num_groups")["num_groups"]
@@ -210,12 +209,12 @@ def rows_of(call: Call, tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, 
             axes = axes[-1:]
         case _:
             return None
-    # Where each group lies in one row anyway, there is nothing to do.
+    # If each group lies in one row anyway, there is nothing to do.
     return None if run_in_row(view, axes) % GROUP == 0 else (view, axes)
 
 
 def _axes(dim: int | Sequence[int] | None, axes: tuple[int, ...]) -> tuple[int, ...]:
-    """Return those of `axes` that an argument `dim` names; None names the last."""
+    """Return the axes selected by an argument `dim`; None selects the last."""
     if dim is None:
         return axes[-1:]
     return tuple(axes[axis] for axis in ([dim] if isinstance(dim, int) else dim))
@@ -227,7 +226,7 @@ def _each(value: Any, count: int) -> list[int]:
 
 @dataclass
 class _Memory:
-    """A storage seen in this forward pass: what autograd would hold, and what is held instead."""
+    """A storage seen in this forward pass: its bytes, and what is held instead of it."""
 
     nbytes: int
     saved: bool = False
@@ -250,7 +249,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Input:
-    """A module's input: where it lies, and whether it would be packed or left alone."""
+    """A module's input: its storage and view, and whether it would be packed or left alone."""
 
     elements: int
     nbytes: int
@@ -262,16 +261,16 @@ class Input:
 
 
 class Pass(TorchFunctionMode):
-    """What a forward pass saves while it is entered: it sees each call of an op.
+    """Compresses what a forward pass saves inside `with`; sees each call of an op.
 
-    left_alone : storages that exist anyway: of the model, and of its arguments
+    left_alone : storages that exist anyway: those of the model and of its arguments
     watch : called with each call that saved something lossy, and its result
-    attention : by place of the calls of attention that run again, the bytes that each would save
-        otherwise for an element of its inputs; `attended` has seconds and inputs of the others
+    attention : for attention calls that are rerun, by key: the bytes that they would otherwise save
+        per element of their inputs; `attended` has seconds and inputs of the others
     offloaded : keys of tensors that go to the host
-    first : whether to note what packing and unpacking take, in `timed` and `packing_s`
+    first : whether to time packing and unpacking, in `timed` and `packing_s`
 
-    path : of modules, the innermost last
+    path : paths of the modules being run, the innermost last
     """
 
     def __init__(
@@ -286,19 +285,19 @@ class Pass(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self.attention, self.offloaded, self.first = attention or {}, offloaded, first
-        self.device = torch.device("cpu")  # of what was saved last
+        self.device = torch.device("cpu")  # of the tensor saved last
         self.attended: dict[str, tuple[float, list[Input]]] = {}
         self.timed: list[Timed] = []
         self.packing_s = 0.0
         self.compressor, self.controller = compressor, compressor.controller
         self.path: list[str] = []
         self._left_alone = left_alone
-        self._counts: dict[tuple[str, str], int] = {}  # of calls so far, by path and op
+        self._counts: dict[tuple[str, str], int] = {}  # calls so far, by path and op
         self.watch = watch
         self._call: Call | None = None
-        self.decided: set[str] = set()  # paths of modules in which values decide what is done
-        self._input: Call | None = None  # stands for the module that runs again and now starts
-        # By how it runs again: how much does, and bytes that autograd would hold of it.
+        self.decided: set[str] = set()  # paths of modules with control flow that depends on values
+        self._input: Call | None = None  # the input of a rerun module or call that now starts
+        # By kind of rerun: how many are rerun, and the bytes that autograd would hold for them.
         self._again = dict.fromkeys((MODULES, BY_IMAGES), (0, 0.0))
         self._storages: dict[int, tuple[weakref.ref[Any], _Memory]] = {}
         self._memories: list[_Memory] = []
@@ -314,14 +313,14 @@ class Pass(TorchFunctionMode):
         super().__exit__(None, None, None)
         self._hooks.__exit__()
         self._storages.clear()
-        # The pass is part of a cycle: what was packed would live until gc finds it.
+        # The pass is part of a reference cycle, and packed data would live until gc collects it.
         for memory in self._memories:
             memory.kept.clear()
             memory.offloaded.clear()
 
     @property
     def saved(self) -> Saved:
-        """What was saved so far."""
+        """Statistics of what was saved so far."""
         plain = sum(memory.nbytes for memory in self._memories if memory.saved)
         held = sum(memory.held_bytes for memory in self._memories)
         ways = [(way, count, round(nbytes)) for way, (count, nbytes) in self._again.items()]
@@ -331,7 +330,7 @@ class Pass(TorchFunctionMode):
             ways.append((way, len(sizes), sum(sizes)))
         return Saved(plain + again, held, self._elements, tuple(ways))
 
-    # The op that runs.
+    # Running ops.
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -339,7 +338,7 @@ class Pass(TorchFunctionMode):
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         if decides(name, args, kwargs):
             self.decided.update(self.path)
-        # Calls inside an op are part of it, and reading an attribute is no op.
+        # Calls inside an op are part of it, and reading an attribute is not an op.
         if self._call is not None or name == "__get__":
             return func(*args, **kwargs)
         call = self._call = Call(name, self.place(name), args, kwargs)
@@ -352,7 +351,7 @@ class Pass(TorchFunctionMode):
         return result
 
     def _run(self, func: Any, call: Call) -> Any:
-        """Run a call; if possible so that its backward pass needs little memory at a time."""
+        """Run a call; if possible by an op whose backward pass needs less memory."""
         if self.is_innermost():
             if (arguments := rectified(call)) is not None:
                 return SignRelu.apply(arguments[0], call.kept, arguments[1])
@@ -365,13 +364,13 @@ class Pass(TorchFunctionMode):
         return func(*call.args, **call.kwargs)
 
     def place(self, name: str, path: str | None = None) -> str:
-        """Name a call by module, op, and which of several it is."""
+        """Name a call by module, op, and its number among several."""
         path = path or (self.path[-1] if self.path else "")
         count = self._counts[path, name] = self._counts.get((path, name), 0) + 1
         return f"{path or 'model'}/{name}" + (f":{count}" if count > 1 else "")
 
     def is_innermost(self) -> bool:
-        """Whether autograd calls these hooks, and not those of a checkpoint of the user's."""
+        """Whether autograd calls these hooks rather than those of a user's checkpoint."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
         return hooks is not None and hooks[0] == self._compress
 
@@ -380,7 +379,7 @@ class Pass(TorchFunctionMode):
     def _compress(self, tensor: torch.Tensor) -> tuple[Kept, Layout]:
         call = self._call or self._input or Call("", self.place(""), (), {})
         storage = tensor.untyped_storage()
-        # Counted as a slot all the same: the others keep their names from pass to pass.
+        # Still counts as a slot, so that the names of others are the same in each pass.
         if storage._cdata in self._left_alone:
             call.slots += 1
             alone = Exact(tensor)
@@ -389,7 +388,7 @@ class Pass(TorchFunctionMode):
         key, layout = f"{call.place}/{call.slots}", Layout.dense(tensor)
         call.slots += 1
         memory = self._memory(storage)
-        # `saving_input` counts the bytes of what runs again.
+        # `saving_input` counts the bytes of what is rerun.
         new = memory.nbytes if not memory.saved and self._input is None else 0
         memory.saved |= new > 0
         self._elements, self.device = self._elements + layout.numel, tensor.device
@@ -398,7 +397,7 @@ class Pass(TorchFunctionMode):
         call.kept.append(weakref.ref(kept))
         if self.first:
             kept.restore(layout)  # as the backward pass will
-            # A byte for a second, where the choice is to be the same in each run.
+            # Bytes in place of seconds if the choice has to be the same in each run.
             counted = settings.deterministic
             seconds = float(tensor.nbytes) if counted else now(tensor.device) - start
             self.packing_s += seconds
@@ -410,7 +409,7 @@ class Pass(TorchFunctionMode):
         return kept, layout
 
     def _memory(self, storage: Any) -> _Memory:
-        """Return the record of a storage; an address that is reused gets a new one."""
+        """Return the record of a storage; a reused address gets a new record."""
         entry = self._storages.get(storage._cdata)
         if entry is None or entry[0]() is None:
             entry = weakref.ref(storage), _Memory(storage.nbytes())
@@ -419,11 +418,11 @@ class Pass(TorchFunctionMode):
         return entry[1]
 
     def has_saved(self, tensor: torch.Tensor) -> bool:
-        """Whether some call saved a tensor of this memory so far."""
+        """Whether some call has saved a tensor with this storage so far."""
         return self._memory(tensor.untyped_storage()).saved
 
     def _counted(self, kept: Kept, key: str, memory: _Memory) -> Kept:
-        """Count the bytes of what is kept in any form but rounded values."""
+        """Count the bytes of a kept tensor whose values are not rounded."""
         if isinstance(kept, Exact):
             if not memory.exact:
                 self.controller.observe_other(key, nbytes=memory.nbytes)
@@ -437,9 +436,9 @@ class Pass(TorchFunctionMode):
     def saving_input(
         self, plain_bytes: float, call: Call | None = None, way: str = MODULES, count: int = 1
     ) -> Iterator[None]:
-        """Treat what is saved inside as the input of modules, or of a call, that run again.
+        """Treat tensors saved inside as the input of modules, or of a call, to be rerun.
 
-        `plain_bytes` are those that autograd would hold of what it saves otherwise.
+        `plain_bytes` are the bytes that autograd would save without the rerun.
         """
         before = self._again[way]
         self._again[way] = before[0] + count, before[1] + plain_bytes
@@ -450,7 +449,7 @@ class Pass(TorchFunctionMode):
             self._input = None
 
     def _attend(self, func: Any, call: Call) -> Any:
-        """Run attention; again in the backward pass, if the first pass has chosen that."""
+        """Run attention; under a checkpoint if the first pass chose to rerun it."""
         args = call.arguments("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
         parts = [args.pop(name) for name in ("query", "key", "value")]
         size = sum(part.numel() for part in parts)
@@ -464,7 +463,7 @@ class Pass(TorchFunctionMode):
         return result
 
     def foresee(self, inputs: dict[str, Input]) -> None:
-        """Tell the controller what these inputs will take once their modules run again."""
+        """Tell the controller the bytes of these inputs once their modules are rerun."""
         bits = self.controller.nonlinear_bits
         for key, call in inputs.items():
             if call.packed:
@@ -478,7 +477,7 @@ class Pass(TorchFunctionMode):
                 self.controller.observe_other(key, nbytes=call.memory.nbytes)
 
     def input_of(self, x: torch.Tensor) -> Input:
-        """Return what counts of a module's input, should the module run again."""
+        """Return the properties of a module's input that count if the module is rerun."""
         storage = x.untyped_storage()
         left_alone = storage._cdata in self._left_alone
         packed = not left_alone and x.dtype in _PACKED and x.numel() >= MIN_ELEMENTS
@@ -501,14 +500,14 @@ class Pass(TorchFunctionMode):
             return self._counted(Mask(flat(tensor), "not zero", value), key, memory)
         if kind in ("linear", "norm", "nonlinear", "mask"):
             return self._lossy(tensor, call, key, memory, "nonlinear" if kind == "mask" else kind)
-        if kind == "sign":  # a ReLU lets the gradient of NaN through
+        if kind == "sign":  # a ReLU passes the gradient where its input is NaN
             test: Test = "above zero" if call.name.startswith("leaky") else "above zero or NaN"
             return self._counted(Mask(flat(tensor), test, 1.0), key, memory)
         kept = self.compressor.exact(tensor, kind, window_of(call))
         return self._counted(kept, key, memory)
 
     def _kind(self, tensor: torch.Tensor, call: Call) -> Treatment | Literal["integers"]:
-        """The treatment of a tensor: that of its op, unless it is of another type or size."""
+        """Return the treatment of a tensor: that of its op if its type and size fit."""
         if tensor.numel() < MIN_ELEMENTS or not is_packable(tensor):
             return "exact"
         if not is_dense(tensor) and tensor.dtype not in _PACKED:
@@ -519,13 +518,13 @@ class Pass(TorchFunctionMode):
             return "exact"
         if self._input is not None:
             return "exact" if self._input.name == RUN else "nonlinear"
-        # No name: saved by an autograd function of the user's, or a checkpoint's input.
+        # Without a name: saved by a user's autograd function, or the input of a checkpoint.
         kind = treatment(call.name) if call.name else "exact"
         if kind == "exact" or not of_input_size(tensor, call):
             return "exact"
         if not is_dense(tensor):
             return kind if kind in ("linear", "norm") else "nonlinear"
-        # What attention saves may be the mask of its dropout.
+        # A tensor saved by attention may be its dropout mask.
         return "mask" if call.name == ATTENTION else kind
 
     def _lossy(
@@ -535,7 +534,7 @@ class Pass(TorchFunctionMode):
         tolerance = None
         if self.compressor.form == "paper" and kind == "linear":
             tolerance = self.controller.tolerance(key)
-            # Before the first refresh there is none: the fixed form, which needs none.
+            # Before the first refresh there is no tolerance: use the fixed form, which needs none.
             tolerance = tolerance if 2.0**-100 <= tolerance <= 2.0**100 else None
         where = _where(tensor)
         n, group = tensor.numel(), memory.groups.setdefault(where, key)
@@ -547,7 +546,7 @@ class Pass(TorchFunctionMode):
         kept = memory.kept.get(where)
         dense = tensor if is_dense(tensor) else tensor.detach().contiguous()
         rows = None if kind == "linear" else rows_of(call, dense)
-        # Again, if it was kept for an op that needs fewer bits, or no rows.
+        # Packed again if it was kept for an op that needs fewer bits, or no rows.
         if kept is None or kept.bits < bits or (rows is not None and not kept.by_rows):
             look = self.watch is not None or not self.controller.knows(key)
             view = (dense, ()) if call.by_images and kind == "linear" else rows

@@ -1,8 +1,8 @@
-"""Saved tensors in fewer bytes, and back: how each treatment of the policy is carried out.
+"""Pack and unpack saved tensors: the implementation of each treatment of the policy.
 
-What is kept lies in tensors on the device of what it stands for, allocated by torch, so that it is
-counted as any other storage. On the host C++ does the work, elsewhere packing.py; only the
-paper's form, which codes symbols of different lengths, is copied to the host.
+Packed data is in tensors on the device of the original, allocated by torch, so that it is counted
+like any other storage. On the host C++ packs, elsewhere packing.py; only the paper's form, which
+uses symbols of variable length, is copied to the host.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from . import packing
 
 ESCAPE_LIMIT = 1 / 64
 """Fraction of elements that may escape before a tensor is kept as it is."""
-# Elements of which a pooling layer's indices are computed at a time: several integers of 8 bytes
-# each, which for all elements at once set the peak of a step.
+# Elements for which a pooling layer's indices are computed at a time: each takes several 8-byte
+# integers, which for all elements at once would set the peak of a step.
 _AT_ONCE = 2**14
-# Elements of the images that are packed, or differentiated, at a time: 1 MiB of float32.
+# Elements of the images packed or differentiated at a time: 1 MiB of float32.
 _ROWS_AT_ONCE = 2**18
-_LEAST_OFFLOADED = 2**20  # bytes: two copies begin in some 20 us, in which a link moves about half
-_LEAST_RUN = 64  # elements of a row side by side that are worth a grid, which takes 6 bytes
+_LEAST_OFFLOADED = 2**20  # bytes: launching two copies takes ~20 us, the time to move half of that
+_LEAST_RUN = 64  # fewest contiguous elements of a row that are worth a grid (6 bytes)
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Layout:
 
     @classmethod
     def dense(cls, tensor: torch.Tensor) -> Layout:
-        """Return a tensor's layout; of one with gaps in its memory, that of a copy without."""
-        # On the meta device an empty tensor is its strides only.
+        """Return a tensor's layout; if it has gaps in memory, that of a copy without them."""
+        # On the meta device, so that it has strides but no memory.
         packed = tensor if is_dense(tensor) else torch.empty(tensor.shape, device="meta")
         return cls(tuple(tensor.shape), packed.stride(), tensor.dtype, tensor.device)
 
@@ -62,12 +62,12 @@ class Layout:
         return math.prod(self.shape)
 
     def restore(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of this layout with these values in the order of its memory."""
+        """Return a tensor of this layout from its values in memory order."""
         return flat.to(self.device, self.dtype).as_strided(self.shape, self.stride)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill a range of memory, each once, in any order of axes."""
+    """Whether a tensor's elements fill a range of memory, each once, in any order of axes."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -78,7 +78,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def is_packable(tensor: torch.Tensor) -> bool:
-    """Whether a copy without gaps is no larger than the memory it is a part of."""
+    """Whether a copy without gaps is no larger than the tensor's storage."""
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
@@ -88,12 +88,12 @@ def grid_bytes(n: int) -> int:
 
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values of a dense tensor in the order of its memory, [n], without a copy."""
+    """Return the values of a dense tensor in memory order, [n], without a copy."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 class Kept(Protocol):
-    """What is kept of a tensor: one of the classes below."""
+    """What is kept of a saved tensor: one of the classes below."""
 
     nbytes: int
 
@@ -102,15 +102,15 @@ class Kept(Protocol):
 
 
 class Exact:
-    """The tensor itself; what autograd does without hooks."""
+    """The tensor itself, as autograd saves it without hooks."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        # Without its history, which would hold the node that holds this.
+        # Detached: its graph node holds this object, so that would be a reference cycle.
         self.tensor, self.version = tensor.detach(), version_of(tensor)
         self.nbytes = tensor.untyped_storage().nbytes()
 
     def restore(self, layout: Layout) -> torch.Tensor:
-        # autograd does not check versions of tensors that hooks have packed.
+        # autograd does not check the versions of tensors packed by hooks.
         if version_of(self.tensor) != self.version:
             raise ReplayError(
                 f"a tensor of shape {layout.shape} that the backward pass needs was changed in "
@@ -120,7 +120,7 @@ class Exact:
 
 
 class Offloaded:
-    """The values in pinned memory of the host, copied between ops of the device."""
+    """The values in pinned host memory, copied in order with the device's ops."""
 
     nbytes = 0  # on the device
 
@@ -136,7 +136,7 @@ class Offloaded:
 
 
 def offloadable(timed: Sequence[Timed]) -> dict[str, list[Timed]]:
-    """Return what was saved in each large memory of a device, by its first key."""
+    """Return the tensors saved in each large storage of a device, by the first tensor's key."""
     memories: dict[int, list[Timed]] = {}
     for saved in timed:
         if saved.memory:
@@ -149,13 +149,13 @@ def offloadable(timed: Sequence[Timed]) -> dict[str, list[Timed]]:
 
 
 def copy_seconds(device: torch.device) -> float:
-    """Return the seconds that a byte takes from a device to the host and back."""
+    """Return the seconds for copying a byte from a device to the host and back."""
     block = torch.empty(8 * _LEAST_OFFLOADED, dtype=torch.uint8, device=device)
     return sum(1 / speed for speed in transfer_speeds(block))
 
 
 class Shape:
-    """No values: the backward pass needs the shape only."""
+    """No values: the backward pass needs only the shape."""
 
     nbytes = 0
 
@@ -164,14 +164,14 @@ class Shape:
 
 
 class Mask:
-    """One of two values per element, 0 where [n] values fail a test: 1 bit."""
+    """One bit per element: 0 where [n] values fail a test, else a fixed value."""
 
     def __init__(self, values: torch.Tensor, test: packing.Test, value: float) -> None:
         self.buffer, self.value = packing.pack_mask(values, test), value
         self.nbytes = self.buffer.numel()
 
     def through(self, gradient: torch.Tensor, layout: Layout) -> torch.Tensor:
-        """Return a gradient with zeros where the mask is not set."""
+        """Return a gradient with zeros where mask bits are not set."""
         values = torch.empty_strided(
             layout.shape, layout.stride, dtype=gradient.dtype, device=gradient.device
         )
@@ -204,7 +204,7 @@ class Narrow:
 
 @dataclass(frozen=True)
 class Window:
-    """Two-dimensional pooling, as max_pool2d is told: pairs of (height, width)."""
+    """Arguments of max_pool2d as pairs of (height, width), and the width of its input."""
 
     kernel: tuple[int, int]
     stride: tuple[int, int]
@@ -214,12 +214,12 @@ class Window:
 
     @property
     def bits(self) -> int:
-        """Bits of a place in the window; 0 if it has more than 16."""
+        """Bits for a position in the window; 0 if the window has more than 16 positions."""
         places = self.kernel[0] * self.kernel[1]
         return next((bits for bits in (1, 2, 4) if places <= 1 << bits), 0)
 
     def origins(self, shape: tuple[int, ...], device: torch.device) -> list[torch.Tensor]:
-        """Row and column of each window's first place, [oh, 1] and [ow] int64."""
+        """Return row and column of each window's first position, [oh, 1] and [ow] int64."""
         sides = zip(shape[-2:], self.stride, self.padding, strict=True)
         rows, columns = (
             torch.arange(size, device=device) * step - pad for size, step, pad in sides
@@ -228,7 +228,7 @@ class Window:
 
 
 class Places:
-    """Indices of a pooling layer, as places in their windows: 2 bits where a window has four."""
+    """Indices of a pooling layer as positions in their windows: 2 bits for 2x2 windows."""
 
     def __init__(self, indices: torch.Tensor, window: Window) -> None:
         self.window, width = window, window.width
@@ -258,8 +258,8 @@ class Places:
 
 
 def _parts(shape: Sequence[int], device: torch.device, on_host: int = _AT_ONCE) -> Iterator[slice]:
-    """Runs of the first axis with few elements: several numbers of 8 bytes are made of each."""
-    # Elsewhere a launch costs what the host needs for a run of this length.
+    """Slices of the first axis with few elements, as each takes several 8-byte numbers."""
+    # Elsewhere, a kernel launch takes as long as the host needs for a slice of this size.
     most = on_host if device.type == "cpu" else 64 * _AT_ONCE
     step = max(1, most // max(math.prod(shape[1:]), 1))
     return (slice(start, start + step) for start in range(0, shape[0], step))
@@ -269,9 +269,9 @@ class Lossy(Kept, Protocol):
     """Values in fewer bits.
 
     variance, nonzero : mean variance of the rounding, and the fraction of elements that are not
-        zero; None where nobody looks.
+        zero; None if statistics are not wanted.
     fits : whether few enough elements escaped
-    by_rows : whether no grid lies in two rows
+    by_rows : whether no grid spans two rows
     """
 
     bits: int
@@ -282,7 +282,7 @@ class Lossy(Kept, Protocol):
 
 
 class OnHost:
-    """Values of the host, in any order of axes, in groups on grids; and those that escape."""
+    """Host values, in any order of axes, in groups on grids, plus escaped elements."""
 
     by_rows = False
 
@@ -298,7 +298,7 @@ class OnHost:
             packing.as_numpy(values), bits, packing.GROUP, math.inf, key, threads, self._grids(),
             run, look,
         )  # fmt: skip
-        # Elements that escape the grids, as they are, with their places.
+        # Elements that escape the grids: their positions and exact values.
         self._lost = (torch.tensor(kept.at), torch.tensor(kept.values)) if kept.at.size else None
         self.variance = kept.variance(n) if look else None
         self.nonzero = 1 - float(kept.zeros) / max(n, 1) if look else None
@@ -306,7 +306,7 @@ class OnHost:
         self.nbytes = self._memory.nbytes + kept.at.nbytes + kept.values.nbytes
 
     def _grids(self) -> tuple[Any, Any, Any]:
-        """Bases, steps and codes: parts of one memory."""
+        """Return bases, steps and codes as views of one buffer."""
         memory, ends = self._memory.numpy(), (4 * self._groups, 6 * self._groups)
         bases, steps = memory[: ends[0]], memory[ends[0] : ends[1]]
         return bases.view(np.float32), steps.view(np.uint16), memory[ends[1] :]
@@ -317,7 +317,7 @@ class OnHost:
         return layout.restore(out)
 
     def fill(self, out: torch.Tensor) -> None:
-        """Write the values to a tensor of the axes that were packed."""
+        """Write the values to a tensor with the axes of the packed one."""
         values, n = packing.as_numpy(out), out.numel()
         groups.unpack(*self._grids(), n, self.bits, packing.GROUP, self._threads, values, self._run)
         if self._lost is not None:
@@ -325,7 +325,7 @@ class OnHost:
 
 
 class OnDevice:
-    """[n] values packed where they are; see packing.py."""
+    """[n] values packed on their device; see packing.py."""
 
     fits, by_rows = True, False
 
@@ -336,7 +336,7 @@ class OnDevice:
         packed = packing.pack(values, bits, key, run)
         self.variance = float(packed.variance(n)) if look else None
         self.nonzero = float((values != 0).float().mean()) if look else None
-        # The spread is for the variance alone; cloned, as a slice would keep its storage.
+        # The spread is only needed for the variance; cloned, as a slice would keep its storage.
         self._packed = replace(packed, spread=packed.spread[:0].clone())
         self.nbytes = packed.nbytes
 
@@ -346,11 +346,11 @@ class OnDevice:
 
 
 class Turned:
-    """Values of which no long run lies in one row: packed with each row's elements side by side.
+    """Values whose rows are not contiguous in memory: packed with each row's elements together.
 
-    view : [...] the tensor, its axes perhaps split
-    axes : those over which its rows extend; none: packed as they lie, some images at a time
-    pack : keeps a view in runs of a length
+    view : [...] the tensor, with axes possibly split
+    axes : those that make up a row; empty: packed in memory order, some images at a time
+    pack : packs a view in runs of a given length
     """
 
     def __init__(
@@ -360,13 +360,13 @@ class Turned:
         pack: Callable[[torch.Tensor, int], Lossy],
     ) -> None:
         order, self.by_rows = in_memory(view), bool(axes)
-        # Axes in the order of memory, but those of a row last.
+        # Axes in memory order, but those of a row last.
         self._turn = sorted(range(len(order)), key=lambda place: order[place] in axes)
         inner = sum(axis in axes for axis in order)
         ordered = view.detach().permute(order)
         self._shape = ordered.shape
         self._kept: list[tuple[slice, Lossy]] = []
-        # On the host rows are turned tile by tile; elsewhere, and for images, a part is a copy.
+        # On the host rows are transposed tile by tile; elsewhere, and for images, parts are copied.
         undivided = self.by_rows and view.device.type == "cpu"
         for part in [slice(None)] if undivided else parts_of(ordered):
             turned = ordered[part].permute(self._turn)
@@ -392,26 +392,26 @@ class Turned:
         return layout.restore(out.view(-1))
 
     def images(self, layout: Layout) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield some images at a time of what was packed as it lies, and which they are."""
+        """Yield slices, and their images, of a tensor that was packed in memory order."""
         for part, kept in self._kept:
             count = len(range(*part.indices(layout.shape[0])))
             yield part, kept.restore(replace(layout, shape=(count, *layout.shape[1:])))
 
 
 def parts_of(x: torch.Tensor, growth: float = 1.0) -> list[slice]:
-    """Return slices of the first axis to work on at once; growth : elements made of each."""
+    """Return slices of the first axis to process at a time; growth : elements made of each one."""
     shape = x.shape[0], round(math.prod(x.shape[1:]) * growth)
     return list(_parts(shape, x.device, _ROWS_AT_ONCE))
 
 
 def in_memory(tensor: torch.Tensor) -> list[int]:
-    """Return the axes of a dense tensor, the outermost of its memory first."""
+    """Return the axes of a dense tensor in memory order, outermost first."""
     axes = range(tensor.dim())
     return sorted(axes, key=lambda axis: (tensor.shape[axis] == 1, -tensor.stride(axis)))
 
 
 def run_in_row(view: torch.Tensor, axes: tuple[int, ...]) -> int:
-    """Return how many elements that follow each other in memory lie in one row."""
+    """Return the number of consecutive elements in memory that are in one row."""
     run = 1
     for axis in reversed(in_memory(view)):
         if axis not in axes and view.shape[axis] > 1:
@@ -444,7 +444,7 @@ class Coded:
 
 @dataclass
 class Compressor:
-    """Compresses values; each tensor draws its own random numbers, by a count of those before."""
+    """Compresses values; a count of previous tensors gives each its own random numbers."""
 
     controller: Controller
     form: str
@@ -456,12 +456,12 @@ class Compressor:
         self, tensor: torch.Tensor, bits: int, tolerance: float | None, *,
         look: bool, rows: tuple[torch.Tensor, tuple[int, ...]] | None = None,
     ) -> Lossy:  # fmt: skip
-        """Return the values in these bits.
+        """Return the values packed in this number of bits.
 
-        tolerance : of the paper's form; None: the fixed one
+        tolerance : of the paper's form; None: the fixed form
         look : whether statistics are wanted
-        rows : a view of the tensor, and the axes of it over which it is normalized; none of them if
-            it is unpacked by images
+        rows : a view of the tensor, and those of its axes over which it is normalized, or no axes
+            if it is unpacked by images
         """
         if rows is None:
             return self._packed(flat(tensor), 0, bits, tolerance, look=look)
@@ -478,7 +478,7 @@ class Compressor:
     def _packed(
         self, values: torch.Tensor, run: int, bits: int, tolerance: float | None, *, look: bool
     ) -> Lossy:
-        """Return values, in the order of their axes, in runs in these bits."""
+        """Return values, in the order of their axes, packed in runs."""
         step = self.drawn
         self.drawn += 1
         if tolerance is not None:
@@ -490,7 +490,7 @@ class Compressor:
         return OnDevice(values.reshape(-1), bits, key, run, look=look)
 
     def exact(self, tensor: torch.Tensor, kind: str, window: Window | None) -> Kept:
-        """Return what is kept of a tensor without any loss."""
+        """Return what is kept of a tensor without loss."""
         if kind == "exact":
             return Exact(tensor)
         if kind == "shape":
@@ -504,9 +504,9 @@ class Compressor:
 
 
 class SignRelu(torch.autograd.Function):
-    """relu(x), whose backward pass reads the bits that are kept of the result.
+    """relu(x), whose backward pass reads the bits kept of the result.
 
-    autograd's own backward pass of a ReLU needs the result itself. Decompressed, that is as large
+    autograd's own backward pass of a ReLU needs the result itself, which decompressed is as large
     as the gradient, and often part of a step's peak.
     """
 
@@ -517,25 +517,25 @@ class SignRelu(torch.autograd.Function):
         if inplace:
             ctx.mark_dirty(x)
         ctx.kept, ctx.layout = kept, Layout.of(y)
-        # Packed by the hooks, which add a weak reference to what they keep to `kept`.
+        # Packed by the hooks, which append a weak reference to the packed result to `kept`.
         ctx.save_for_backward(y)
         return y
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        """Return the gradient where a bit is set, and 0 elsewhere."""
+        """Return the gradient where a bit is set, else 0."""
         mask = ctx.kept[0]()
         if isinstance(mask, Mask):
             return _Masked.apply(gradient, mask, ctx.layout), None, None
-        # Freed by a first backward pass, so that reading what was saved raises; or kept as it is.
+        # Freed by an earlier backward pass, so that reading saved tensors raises; or kept as it is.
         return torch.ops.aten.threshold_backward(gradient, *ctx.saved_tensors, 0), None, None
 
 
 class ConvByImages(torch.autograd.Function):
-    """A convolution whose backward pass unpacks, and works on, some images at a time.
+    """A convolution whose backward pass unpacks and processes some images at a time.
 
-    So the unpacked input never exists as a whole, nor the copies in other layouts that kernels make
-    of it and of the gradients. `kept` has weak references to what is kept of input and weight.
+    So the whole input is never unpacked at once, nor do kernels make copies of all of it or of the
+    gradients in other layouts. `kept` has weak references to what is kept of input and weight.
     """
 
     @staticmethod
@@ -555,8 +555,8 @@ class ConvByImages(torch.autograd.Function):
         wanted, back = ctx.needs_input_grad[1:4], torch.ops.aten.convolution_backward
         kept, weight = (unpack() for unpack in ctx.kept)
         layout = ctx.layouts[0]
-        # Gradients of gradients need the input as a part of the graph. Without a weight, what was
-        # saved is freed, and reading it raises.
+        # Higher-order gradients need the input in the graph. Without a weight, the saved tensors
+        # were freed, and reading them raises.
         if torch.is_grad_enabled() or not isinstance(kept, Turned) or weight is None:
             x, weight = ctx.saved_tensors
             gradients = back(gradient, x, weight, ctx.sizes, *ctx.how, wanted)
@@ -575,7 +575,7 @@ class ConvByImages(torch.autograd.Function):
                 if wanted[slot]:
                     total = totals[slot]
                     totals[slot] = gradients[slot] if total is None else total.add_(gradients[slot])
-            del x, gradients  # before the next images come
+            del x, gradients  # freed before the next images
         return None, *totals, None, None, None, None
 
 

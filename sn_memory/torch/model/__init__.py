@@ -1,1 +1,1 @@
-"""What a model is to a plan: its settings and inputs, and one step of it, run and put back."""
+"""The model as a plan sees it: settings, inputs, and one training step that is run and undone."""

@@ -1,14 +1,14 @@
-"""Guards: what a trace read of the modules, compared before each planned step.
+"""Guards: the module state that a trace read, compared before each planned step.
 
-A dropout rate that is changed between steps is in the recorded calls with its old value, and so is
-a number in a list, a function that a module has, a field of its configuration. So names that a
-forward reads are recorded while it is traced (`recorded_reads`); what these hold is part of the
-signature of the input (`signature_of`), and a step is for signatures whose reads hold.
+If a dropout rate changes between steps, the recorded calls still have its old value; the same holds
+for a number in a list, a function of a module, or a field of its configuration. So the names that a
+forward reads are recorded while it is traced (`recorded_reads`); their contents are part of the
+signature of the input (`signature_of`), and a step is valid for signatures with the same contents.
 
-To evaluate all reads takes some microseconds a module, and hardly ever has any of it changed. So
-`GuardCache` keeps what was read as it was: compiled code compares the dictionaries that modules and
-objects have, by addresses, and Python only what lies in no dictionary. A U-Net's 55 modules have
-1,100 attributes, and to compare each in Python cost 0.2 ms of a step of 27.
+Evaluating all reads takes some microseconds per module, and they hardly ever change. So
+`GuardCache` keeps what was read: compiled code compares the dictionaries of modules and objects by
+the addresses in them, and Python only what is in no dictionary. A U-Net's 55 modules have 1,100
+attributes; comparing each in Python took 0.2 ms of a 27 ms step.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from .signature import (
 from .snapshot import GLOBAL_HOOKS, HOOKS, OPAQUE, SLOTS, TRACING_HOOKS, attributes_held
 
 _Value = TypeVar("_Value", bound=Hashable)
-# Per module, the names that count; of modules beyond the last, all.
+# Per module, the names that count; for modules beyond the last entry, all names count.
 Reads = tuple[frozenset[str], ...]
 
 # Attributes that torch gives every module: its tensors, modules and hooks, and flags of hooks.
 OF_TORCH = frozenset(torch.nn.Module().__dict__) - {"training"}
-# Methods that an instance may override, as accelerate does. No other method of every module counts,
-# and neither does `_compiled_call_impl`: what it holds computes the same.
+# Methods that an instance may override, as accelerate does. No other method of torch.nn.Module
+# counts, and neither does `_compiled_call_impl`, which computes the same.
 _CALLED = frozenset({"forward", "_call_impl"})
 _NOT_COUNTED = OF_TORCH.union(dir(torch.nn.Module)) - _CALLED
 
@@ -61,10 +61,10 @@ _NOT_COUNTED = OF_TORCH.union(dir(torch.nn.Module)) - _CALLED
 # What a forward reads
 
 
-# Per recording, the names read so far by the identity of a module.
+# Per recording, the names read so far, by the id of the module.
 _RECORDINGS: list[dict[int, set[str]]] = []
 _RECORDING = threading.Lock()
-# Code that asks a module for its whole dictionary, and reads none of its settings.
+# Code that accesses a module's `__dict__` without reading its settings.
 _NO_READERS = (
     str(Path(torch.nn.modules.module.__file__)),
     str(Path(__file__).resolve().parents[2]),
@@ -72,12 +72,12 @@ _NO_READERS = (
 
 
 def _reading(module: Any, name: str) -> Any:
-    """Stand in for `object.__getattribute__` of modules while some forward is recorded."""
+    """Replacement of the modules' `__getattribute__` while a forward is recorded."""
     for recording in _RECORDINGS:
         names = recording.get(id(module))
         if names is None:
-            # A module inside may hold the model that was planned, while its plain twin is traced:
-            # both share one dictionary of modules.
+            # A submodule may refer to the planned model while its plain twin is traced; both share
+            # the same dictionary of modules.
             own = object.__getattribute__(module, "__dict__").get("_modules")
             names = recording.get(id(own))
         if names is None:
@@ -91,10 +91,10 @@ def _reading(module: Any, name: str) -> Any:
 
 @contextmanager
 def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
-    """Record which attributes of a model's modules are read inside; yields a function for them."""
+    """Record which attributes of a model's modules are read inside; yield a getter for them."""
     modules = list(model.modules())
     recording: dict[int, set[str]] = {id(module): set() for module in modules}
-    # The key by which `_reading` knows the model's planned twin.
+    # The key by which `_reading` recognizes the model's planned twin.
     recording[id(model.__dict__["_modules"])] = recording[id(model)]
     kind: Any = torch.nn.Module
     with _RECORDING:
@@ -104,7 +104,7 @@ def recorded_reads(model: torch.nn.Module) -> Iterator[Callable[[], Reads]]:
         yield lambda: _reads_of(_counted(recording[id(module)]) for module in modules)
     finally:
         with _RECORDING:
-            # By identity: dictionaries that are equal may be of two recordings.
+            # By identity: the dictionaries of two recordings may be equal.
             _RECORDINGS[:] = [other for other in _RECORDINGS if other is not recording]
             if not _RECORDINGS:
                 del kind.__getattribute__
@@ -119,29 +119,29 @@ def _counted(names: Iterable[str]) -> frozenset[str]:
 
 
 def _shared(values: Iterable[_Value]) -> tuple[_Value, ...]:
-    """Return values, equal ones as one object: most modules and tensors are like others."""
+    """Deduplicate equal values into one object, as many modules and tensors are alike."""
     met: dict[_Value, _Value] = {}
     return tuple(met.setdefault(value, value) for value in values)
 
 
 def _reads_of(names_of: Iterable[frozenset[str]]) -> Reads:
-    # A forward that others put on the outermost instance runs around the planned one.
+    # A forward assigned to the outermost instance runs around the planned one.
     return _shared(names if place else names - _CALLED for place, names in enumerate(names_of))
 
 
 def every_name(module: torch.nn.Module) -> frozenset[str]:
-    """Return all names that a forward may read of a module, beside those of every module."""
+    """Return all names that a forward may read from a module, except those of torch.nn.Module."""
     own = object.__getattribute__(module, "__dict__")
     return _counted({*own, *dir(type(module))})
 
 
 def every_read(model: torch.nn.Module) -> Reads:
-    """Return what counts where no forward could be recorded: all names that are there now."""
+    """Return all current names, which count if no forward could be recorded."""
     return _reads_of(map(every_name, model.modules()))
 
 
 def joined(reads: Reads, others: Reads) -> Reads:
-    """Return what either read; the same object where the others add nothing."""
+    """Return the union of two reads; `reads` itself if the others add nothing."""
     both = zip_longest(reads, others, fillvalue=frozenset[str]())
     pairs = _reads_of(mine | theirs for mine, theirs in both)
     return reads if pairs == reads else pairs
@@ -151,15 +151,15 @@ def joined(reads: Reads, others: Reads) -> Reads:
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-# Compared by their text: before Python 3.12 a slice has no hash.
+# Compared by their repr: before Python 3.12 a slice has no hash.
 _BY_TEXT = (range, slice)
 _CONTAINERS = (Mapping, list, tuple, Set, deque)
-# Containers are followed six deep, and objects, which count twice, three: a configuration has two.
+# Levels of containers that are followed; an object counts as two, and configurations nest two.
 _ROOM = 6
 
 
 class _Same:
-    """Compares by the identity of an object, which it does not keep alive where it can."""
+    """Compares by an object's identity, by a weak reference where the object allows one."""
 
     def __init__(self, value: Any) -> None:
         self._hash = id(value)
@@ -180,18 +180,18 @@ class _Same:
 
 
 def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hashable:
-    """Return what a value holds, as something that can be compared.
+    """Return the contents of a value in a comparable form.
 
-    Containers and objects are looked into; tensors, modules and functions count by identity.
+    Recurses into containers and objects; tensors, modules and functions count by identity.
 
-    watch : receives all that would have to change for this to change
+    watch : receives everything whose change would change the result
     """
     if isinstance(value, _PLAIN):
         content: Hashable = plain(value)
     elif isinstance(value, _BY_TEXT):
         content = type(value), repr(value)
     elif isinstance(value, np.ndarray | np.generic):
-        # A hash of the values, which holds no copy of them.
+        # A hash of the values rather than a copy of them.
         content = (type(value), value.dtype.str, value.shape, hash(value.tobytes()))
     elif not isinstance(value, _CONTAINERS):
         attributes = attributes_held(value) if room > 0 and not isinstance(value, OPAQUE) else {}
@@ -214,24 +214,24 @@ def contents(value: Any, watch: _Watch | None = None, room: int = _ROOM) -> Hash
 
 
 class _Watch:
-    """What some values consist of, to see quickly whether any of it has changed."""
+    """Watches the parts of some values, to detect quickly whether any of them has changed."""
 
     def __init__(self) -> None:
-        # Compared by the addresses of what they hold.
+        # Compared by the addresses of their items.
         self.dicts: list[dict[Any, Any]] = []
         self._containers: list[tuple[Any, list[int]]] = []
-        # What lies in no dictionary: arrays, objects with slots.
+        # Values outside dictionaries: arrays, objects with slots.
         self._others: list[tuple[Any, Hashable]] = []
         self._objects: list[tuple[Any, dict[str, Any]]] = []
         self.of_classes: dict[tuple[type, str], Any] = {}
-        # An address can belong to another object only once the first is gone: so numbers are kept
-        # alive, and of tensors and objects it is noted when one goes.
+        # An address can be reused only once its object is gone. So numbers are kept alive, and the
+        # end of tensors and objects is noted.
         self._kept: list[Any] = []
         self._references: list[Any] = []
         self._gone: list[Any] = []
 
     def add(self, value: Any, content: Hashable) -> None:
-        """Watch a value with these contents; what is in it is added on its own."""
+        """Watch a value with these contents; its items are added separately."""
         if type(value) is dict:
             self.dicts.append(value)
         elif isinstance(value, _PLAIN + _BY_TEXT):
@@ -259,7 +259,7 @@ class _Watch:
             self._kept.append(value)
 
     def begin(self) -> None:
-        """Note what the dictionaries hold, once all of them are added."""
+        """Note the contents of the dictionaries, once all of them are added."""
         self._known = core().contents(self.dicts)
 
     def holds(self) -> bool:
@@ -279,10 +279,10 @@ class _Watch:
 
 
 def hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """Return the ids of a module's hooks; torch uses none twice.
+    """Return the ids of a module's hooks; torch never reuses one.
 
-    Those that transformers registers when a model is first asked for hidden states are left out:
-    they act only while it collects some, and then the arguments differ as well.
+    The hooks that transformers registers when hidden states are first requested are left out: they
+    act only while it collects some, and then the arguments differ as well.
     """
     return tuple(
         number
@@ -293,7 +293,7 @@ def hooks(module: torch.nn.Module) -> tuple[int, ...]:
 
 
 def _held_by(module: torch.nn.Module, name: str, watch: _Watch | None) -> Hashable:
-    """Return what a module or its class has by a name; None for methods and the like."""
+    """Return the contents of a module's or its class's attribute; None for methods and the like."""
     if name in module.__dict__:
         return contents(module.__dict__[name], watch)
     kind = type(module)
@@ -308,12 +308,12 @@ def _held_by(module: torch.nn.Module, name: str, watch: _Watch | None) -> Hashab
 def settings_of(
     model: torch.nn.Module, reads: Reads, watch: _Watch | None = None
 ) -> tuple[Settings, ...]:
-    """Return what counts of each module: class, hooks, tensors, what the names hold that were read.
+    """Return what counts of each module: class, hooks, tensor names, and the attributes read.
 
-    The class and hooks of the outermost do not count: planned it has another class, and its hooks
-    run around the planned forward. Global hooks count once, with the outermost.
+    The class and hooks of the outermost module do not count: the planned model has another class,
+    and its hooks run around the planned forward. Global hooks count once, with the outermost.
     """
-    # Each is copied in one step: other threads may trace now, which adds hooks of this package.
+    # Each dict is copied atomically, as a trace in another thread may add hooks of this package.
     of_all = [number for hooks in GLOBAL_HOOKS for number in tuple(hooks)]
     settings, met = [], dict[int, tuple[int, str]]()
     for place, module in enumerate(model.modules()):
@@ -324,7 +324,7 @@ def settings_of(
         else:
             numbers = tuple(hook for hook in of_all if hook not in TRACING_HOOKS)
             held = [("hooks of all modules", numbers)]
-        # A recorded step takes the tensors in the order in which modules hold them.
+        # A recorded step takes the tensors in the order of the modules' dictionaries.
         held.append(("its order of tensors", _order(module, place, met)))
         settings.append(
             frozenset((*held, *((name, _held_by(module, name, watch)) for name in names)))
@@ -335,7 +335,7 @@ def settings_of(
 def _order(
     module: torch.nn.Module, place: int, met: dict[int, tuple[int, str]]
 ) -> tuple[Hashable, ...]:
-    """Return the names of what a module holds; with one that is shared, where it was first."""
+    """Return the names in a module's slots; for a shared value also where it was first seen."""
     order: list[Hashable] = []
     for name, value in chain.from_iterable(getattr(module, slot).items() for slot in SLOTS):
         own = place, name
@@ -368,7 +368,7 @@ def signature_of(
 
 
 def _forms_of_tensors(model: torch.nn.Module) -> tuple[Hashable, ...]:
-    """Return how parameters and buffers are: `model.to` changes it, and a layer of another size."""
+    """Return size, strides and type of parameters and buffers, which e.g. `model.to` changes."""
     return _shared(
         (tensor.size(), tensor.layout is torch.strided and tensor.stride(), tensor.dtype)
         for tensor in chain(model.parameters(), model.buffers())
@@ -387,26 +387,26 @@ def _ones(places: list[int], model: torch.nn.Module, arguments: Arguments) -> tu
 # At each step
 
 
-# The signature, None if an argument cannot be compared; the model's parameters, and its buffers.
+# The signature (None if an argument cannot be compared), the model's parameters and its buffers.
 Lookup = tuple[InputSignature | None, list[torch.nn.Parameter], list[torch.Tensor]]
-# Forms of arguments that are remembered; each length of a text is one.
+# Most forms of arguments that are remembered; each text length is one.
 _INPUTS = 256
 
 
 class GuardCache:
-    """What steps depend on, and the signatures of the inputs since any of that last changed.
+    """What steps depend on, and the signatures of inputs since that last changed.
 
-    reads : what the steps read of modules
-    value_guards : leaves of arguments, as name and place, of which steps depend on whether they
-        are all ones. One that counts for one signature counts for all: a shape that came masked
-        first must not match ones of that shape, which the model computes by other ops.
+    reads : what the steps read from modules
+    value_guards : leaves of arguments, as name and index, for which steps depend on whether they
+        are all ones. A leaf that counts for one signature counts for all: a mask that was not all
+        ones at first must not match ones of that shape, for which the model runs other ops.
     """
 
     def __init__(self, before: GuardCache | None = None) -> None:
         self.reads: Reads = before.reads if before else ()
         self.value_guards: set[tuple[str, int]] = {*before.value_guards} if before else set()
         self._model: _ModelWatch | None = None
-        # Per form of arguments the leaves to look at; per form and leaves of ones the signature.
+        # Per form of arguments, the leaves to look at; per form and all-ones leaves, the signature.
         self._places: dict[Hashable, list[int]] = {}
         self._signatures: dict[tuple[Hashable, tuple[int, ...]], InputSignature] = {}
 
@@ -418,15 +418,15 @@ class GuardCache:
         reads: Reads,
         value_places: Iterable[int],
     ) -> InputSignature:
-        """Return the signature that a step is for; what it depends on is compared from now on.
+        """Return a step's signature; what it depends on is compared from now on.
 
-        value_places : places among the flat arguments of which it counts whether they are all ones
+        value_places : indices of flat arguments for which it matters whether they are all ones
         """
         self.reads = joined(self.reads, reads)
         flat = tree_leaves(arguments)
         wanted = {id(flat[place]) for place in value_places}
         if signature.free:
-            # Without the values that change it has fewer leaves than the input.
+            # Without the values left out, a signature has fewer leaves than the input.
             signature = replace(signature, arguments=forms_of(model, arguments, loosely=True))
         names = zip(signature.leaf_names(), leaves_of(model, arguments), strict=True)
         names_of_wanted = {name for name, leaf in names if id(leaf) in wanted}
@@ -439,7 +439,7 @@ class GuardCache:
     def signature_of(
         self, model: torch.nn.Module, arguments: Arguments, *, loosely: bool = False
     ) -> InputSignature | None:
-        """Return the signature of an input, by all that steps depend on; see `signature_of`."""
+        """Return the signature of an input with all that steps depend on; see `signature_of`."""
         signature = signature_of(model, arguments, settings_of(model, self.reads), loosely=loosely)
         return signature and self._with_ones(signature, model, arguments)
 
@@ -452,9 +452,9 @@ class GuardCache:
     def lookup(
         self, model: torch.nn.Module, arguments: Arguments, known: Mapping[InputSignature, Any]
     ) -> Lookup:
-        """Return the signature of an input, and the tensors that the model has.
+        """Return the signature of an input, and the model's tensors.
 
-        known : signatures of which one is returned as it stands here if it accepts this input
+        known : signatures; the one that accepts this input, if any, is itself returned
         """
         watch, form = self._model, _form(*arguments)
         tensors = watch.tensors(model, self.reads) if watch else None
@@ -462,7 +462,7 @@ class GuardCache:
             before, self._model = watch, _ModelWatch(model, self.reads)
             watch = self._model
             tensors = watch.tensors_of()
-            # What was assigned may be equal to what was there.
+            # An assigned value may equal the previous one.
             if before is None or before.state != watch.state:
                 self._places.clear()
         if len(self._places) == _INPUTS:
@@ -487,9 +487,9 @@ class GuardCache:
 
 
 class _ModelWatch:
-    """What counts of a model's modules, as it was.
+    """The state of a model's modules that counts, at creation of this object.
 
-    The model itself is not held, only what is in it: that would be a cycle, as its record has this.
+    It does not refer to the model itself, whose record holds this object: that would be a cycle.
     """
 
     def __init__(self, model: torch.nn.Module, reads: Reads) -> None:
@@ -498,13 +498,13 @@ class _ModelWatch:
         self.settings = settings_of(model, reads, watch)
         inside = list(model.modules())[1:]
         slots = [getattr(module, slot) for module in (model, *inside) for slot in SLOTS]
-        # Most of the three are empty; a tensor that is added later changes a dictionary watched.
+        # Most slots are empty; adding a tensor later changes a watched dictionary.
         self._full = [*filter(None, slots)]
         held = self._held()
         for module in held:
             watch.identity(module)
-        # Hooks of the outermost module run around its forward, and its other attributes are what
-        # trainers note on it: only what was read of it is compared.
+        # Hooks of the outermost module run around its forward, and trainers set other attributes on
+        # it, so only what was read from it is compared.
         of_modules = (getattr(module, slot) for module in inside for slot in HOOKS)
         own = (module.__dict__ for module in inside)
         watch.dicts += [*own, *slots, *GLOBAL_HOOKS, *of_modules]
@@ -520,7 +520,7 @@ class _ModelWatch:
         self.state = (self.settings, wanted, _forms_of_tensors(model), sharded)
 
     def tensors(self, model: torch.nn.Module, reads: Reads) -> tuple[list[Any], list[Any]] | None:
-        """Return all parameters and buffers; None if anything changed, or other reads count."""
+        """Return all parameters and buffers; None if anything changed, or if the reads did."""
         if self._reads is not reads or self._addresses(model) != self._own:
             return None
         if not self._watch.holds():
@@ -529,7 +529,7 @@ class _ModelWatch:
         return current if self._alike([*chain.from_iterable(current)]) else None
 
     def tensors_of(self) -> tuple[list[Any], list[Any]]:
-        """Return all parameters and buffers, of modules that hold as many as at first."""
+        """Return all parameters and buffers; the modules must hold as many tensors as before."""
         held = self._held()
         return self._parameters(held), self._buffers(held)
 
@@ -541,9 +541,9 @@ class _ModelWatch:
 
 
 def _places(places: Iterable[int]) -> Callable[[list[Any]], list[Any]]:
-    """Return a function that takes the items at some places of a list."""
+    """Return a function that gets the items of a list at some indices."""
     wanted = [*places]
-    # An itemgetter of one returns the item itself, and none can have no place.
+    # An itemgetter of one index returns the bare item, and one without indices is an error.
     if len(wanted) < 2:
         return lambda held: [held[at] for at in wanted]
     getter = itemgetter(*wanted)
@@ -554,12 +554,12 @@ _LEAVES = {bool, int, float, str, type(None)}
 
 
 def _form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    """Return the form of arguments as they are written; None for one of another class."""
+    """Return the form of arguments as passed; None if one has a class that is not handled here."""
     casts = casting()
     forms: list[Hashable] = [tuple(kwargs), *casts, *map(torch.get_autocast_dtype, casts)]
     first: dict[int, tuple[int, int]] = {}
     waiting: list[Any] = [args, *kwargs.values()]
-    # The list grows while it is gone through: what is in a container comes after all before.
+    # The list grows while it is iterated over: items of a container are appended.
     for value in waiting:
         kind = type(value)
         if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What is on around a model where it is called: autocast, transforms, hooks for saved tensors."""
+"""The modes under which a model is called: autocast, transforms, hooks for saved tensors."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ...base.errors import warn_user
 from ..quirks.recurrent import refresh_flat_weights
 from ..target.accelerator import device_types
 
-# Names of the hooks that torch's checkpoint puts on in its first and in its second run.
+# Names of the saved-tensor hooks of torch's checkpoint, in its first and in its second run.
 OF_CHECKPOINT = ("_checkpoint_hook.", "_recomputation_hook.")
 
 
 def casting() -> list[str]:
-    """Return the kinds of devices for which autocast is on."""
+    """Return the device types for which autocast is on."""
     return [kind for kind in ("cpu", *device_types()) if torch.is_autocast_enabled(kind)]
 
 
-# `is_grads_batched=True` uses a vmap older than torch.func's, which counts as no transform.
+# `is_grads_batched=True` uses a vmap older than torch.func's, which is not reported as a transform.
 _BATCHED = torch._C._dispatch_key_parse("Batched")
 
 
 def transformed() -> bool:
-    """Whether torch.func or forward-mode AD transforms what runs here."""
+    """Whether this code runs under a torch.func transform or forward-mode AD."""
     return bool(torch._C._are_functorch_transforms_active()) or forward_ad._current_level >= 0
 
 
 def caches_weights(model: torch.nn.Module) -> bool:
-    """Whether `parametrize.cached` is on, and computing a weight changes buffers, as spectral_norm.
+    """Whether `parametrize.cached` is on and computing a weight changes buffers (spectral_norm).
 
-    Several calls in it take one step of its iteration; recorded calls would take one each.
+    Several calls in it make one power iteration together; recorded calls would make one each.
     """
     return bool(parametrize._cache_enabled) and any(
         isinstance(part, parametrize.ParametrizationList)
@@ -51,21 +51,21 @@ def is_batched(tensor: torch.Tensor) -> bool:
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's that called a model, or a backward pass."""
+    """Warn at the user's line that called a model or a backward pass."""
     warn_user(text, torch.__path__[0])
 
 
 def warn_once(warned: set[str], what: str, text: str) -> None:
-    """Warn of something the first time; `warned` keeps what warnings were about."""
+    """Warn unless `what` is in `warned`, to which it is added."""
     if what not in warned:
         warned.add(what)
         warn(text)
 
 
 def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
-    """Return a warning of a gradient whose strides are not the expected ones, or nothing.
+    """Return a warning if a gradient does not have the expected strides, else "".
 
-    An expanded scalar, which is the gradient of `sum`, has no layout of its own.
+    An expanded scalar, as the gradient of `sum`, has no layout of its own.
     """
     pairs = zip(gradient.size(), gradient.stride(), like, strict=True)
     steps = [(have, want) for size, have, want in pairs if size != 1]
@@ -82,7 +82,7 @@ def other_layout(gradient: torch.Tensor, like: Sequence[int]) -> str:
 
 @contextmanager
 def outside_autocast() -> Iterator[None]:
-    """Where a backward pass runs, as torch advises: outside of the `with` of the forward pass."""
+    """Turn autocast off for a backward pass; torch advises against backward under autocast."""
     with ExitStack() as stack:
         for kind in casting():
             stack.enter_context(torch.autocast(kind, enabled=False))
@@ -90,23 +90,23 @@ def outside_autocast() -> Iterator[None]:
 
 
 def saved_tensors_hook() -> Callable[..., Any] | None:
-    """Return what packs saved tensors here, if the caller has put hooks around."""
+    """Return the active hook that packs saved tensors, if the caller has set hooks."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return None if hooks is None else hooks[0]
 
 
 def inside_checkpoint() -> bool:
-    """Whether this is the first or the second run of a checkpoint around it.
+    """Whether this runs inside a checkpoint, in its first or its second run.
 
-    A forward that stands in for a module's own must not do in the first run what it may not do in
-    the second: a checkpoint of the model's runs again when the stand-in is gone.
+    A forward that replaces a module's own must not do in the first run what it cannot do in the
+    second: a checkpoint inside the model is rerun after the replacement was removed.
     """
     pack = saved_tensors_hook()
     return pack is not None and pack.__qualname__.startswith(OF_CHECKPOINT)
 
 
 class Forwards:
-    """Forwards that replace modules' own inside `with`."""
+    """Replaces the forwards of modules inside `with`."""
 
     def __init__(self, forwards: Mapping[torch.nn.Module, Callable[..., Any]]) -> None:
         self._forwards = forwards
@@ -114,7 +114,7 @@ class Forwards:
 
     def __enter__(self) -> None:
         for module, forward in self._forwards.items():
-            # On the instance, where it hides the method of the class.
+            # Set on the instance, where it hides the method of the class.
             module.__dict__["forward"] = forward
 
     def __exit__(self, *error: object) -> None:
@@ -125,7 +125,7 @@ class Forwards:
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Give the modules their own back for a while, as a trace must see those."""
+        """Restore the modules' own forwards temporarily, e.g. for a trace."""
         self.__exit__()
         try:
             yield
@@ -137,10 +137,10 @@ class Forwards:
 def replaced_tensors(
     model: torch.nn.Module, stand_in: Callable[[torch.Tensor], torch.Tensor], *slots: str
 ) -> Iterator[None]:
-    """Let modules hold others in the places of their tensors; one that several hold stays one.
+    """Replace the tensors of modules temporarily; a shared tensor stays shared.
 
-    stand_in : called once for each
-    slots : which, `_parameters` where none is named; all of one before the next
+    stand_in : returns the replacement; called once for each tensor
+    slots : where to replace, by default `_parameters`; all modules' first slot, then the next
     """
     modules = list(model.modules())
     held = [getattr(module, slot) for slot in slots or ("_parameters",) for module in modules]
@@ -163,11 +163,11 @@ def replaced_tensors(
 
 @contextmanager
 def outside_saved_tensors_hooks() -> Iterator[None]:
-    """Take the caller's hooks, a checkpoint's among them, off what autograd saves.
+    """Remove the caller's saved-tensor hooks, including a checkpoint's, temporarily.
 
-    A step that is only traced or measured must not reach them: they would count it, or get tensors
-    without values. Nor may it use weights that `parametrize.cached` holds for the caller, or leave
-    its own there.
+    A step that is only traced or measured must not call them: they would count it, or get tensors
+    without values. Nor may it use weights that `parametrize.cached` holds for the caller, or add
+    its own.
     """
     cached, parametrize._cache_enabled = parametrize._cache_enabled, 0
     autograd = torch._C._autograd
@@ -179,18 +179,18 @@ def outside_saved_tensors_hooks() -> Iterator[None]:
         yield
     finally:
         parametrize._cache_enabled = cached
-        # The outermost was taken last and has to go back first.
+        # The outermost was removed last and has to be pushed first.
         for pack, unpack in reversed(taken):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 @contextmanager
 def kernel_of_max_pool1d() -> Iterator[None]:
-    """Lay results of `max_pool1d` out as its CPU kernel does where nothing requires a gradient.
+    """Give results of `max_pool1d` the layout of its CPU kernel if nothing requires a gradient.
 
-    torch calls that kernel only where no dispatch mode is on; otherwise it calls max_pool2d, whose
-    result for a transposed input is channels last. The function is replaced, as attention takes
-    another path where a function mode is on.
+    torch calls that kernel only if no dispatch mode is on, and otherwise max_pool2d, whose result
+    for a transposed input is channels last. The function is patched rather than intercepted by a
+    function mode, since attention takes another path under one.
     """
     own = torch.max_pool1d
 

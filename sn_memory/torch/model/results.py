@@ -1,7 +1,7 @@
-"""What a forward pass returns, flattened into tensors and put together again.
+"""Flatten the results of a forward pass into tensors, and rebuild them.
 
 torch's pytree flattens nested lists, tuples and mappings. Objects of other classes (a cache of keys
-and values, a distribution, a dataclass) are leaves to it, and the tensors in them would be missed.
+and values, a distribution, a dataclass) are leaves to it, so it would miss the tensors in them.
 They are copied with a placeholder for each tensor; each step copies that copy.
 """
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ..errors import TraceError
 from .snapshot import StateSnapshot
 
-# Leaves that need no copy: values, and what has no tensors of its own.
+# Leaves that need no copy: plain values, and objects without tensors of their own.
 _WHOLE = (
     *(type(None), bool, int, float, complex, str, bytes, type, torch.nn.Module),
     *(torch.dtype, torch.device, torch.layout, torch.Size, torch.memory_format),
@@ -31,11 +31,11 @@ _WHOLE = (
 
 @dataclass(frozen=True)
 class Form:
-    """How leaves make up what a forward pass returns.
+    """The structure of what a forward pass returns, without its leaves.
 
-    spec : of the first leaves
+    spec : the pytree of the first leaves
     shells : objects among these, copied as one list, with a placeholder for each tensor
-    places : per placeholder in the shells, the leaf that takes its place
+    places : per placeholder in the shells, the index of the leaf that replaces it
     shared : by id, what the copies share with the objects
     """
 
@@ -45,10 +45,10 @@ class Form:
     shared: dict[int, Any]
 
     def filled(self, leaves: Sequence[Any]) -> Any:
-        """Put leaves together; objects are new ones."""
+        """Rebuild the results from leaves; objects are new ones."""
         first = list(leaves[: self.spec.num_leaves])
         if self.shells:
-            # deepcopy takes what its memo has for the copy: so tensors get into the objects.
+            # deepcopy takes copies from its memo, which is how tensors get into the objects.
             memo = {id(place): leaves[at] for place, at in self.places} | self.shared
             results = copy.deepcopy(self.shells, memo)
             first = [
@@ -69,11 +69,11 @@ class _Place:
 
 
 def flatten_outputs(results: Any, model: torch.nn.Module) -> tuple[list[Any], Form]:
-    """Return the leaves of what a forward pass returned, and how they make it up.
+    """Return the leaves of what a forward pass returned, and its structure.
 
-    Tensors in objects are the last leaves, each once; the objects' own leaves are a Shell.
+    Tensors in objects are the last leaves, each once; an object itself is replaced by a Shell.
 
-    model : its modules and what is an attribute of these is not copied
+    model : its modules and their attributes are not copied
 
     Raises TraceError if an object cannot be copied.
     """
@@ -108,7 +108,7 @@ def tensors_of(results: Any, model: torch.nn.Module) -> list[Any]:
     try:
         return flatten_outputs(results, model)[0]
     except TraceError:
-        # What cannot be copied can be looked into.
+        # An object that cannot be copied can still be searched for tensors.
         leaves = tree_leaves(results)
         inside = {id(tensor): tensor for tensor in StateSnapshot([("results", leaves)]).tensors()}
         return [*leaves, *(value for key, value in inside.items() if key not in {*map(id, leaves)})]
@@ -139,10 +139,10 @@ class _Opened(TorchFunctionMode):
 
 
 def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
-    """Return where the backward pass begins: at the loss, or at all outputs that take gradients.
+    """Return the tensors that the backward pass starts from: the loss, or all that need gradients.
 
-    The loss is the output of that name, if it has one element. Of a tuple or list that begins with
-    an output of no dimensions, it is that one, and the others like it, which may be added to it.
+    The loss is the output named `loss`, if it has one element. If a tuple or list begins with a
+    scalar, all scalars in it are returned, as others may be added to the loss.
     """
     wanted = [
         output for output in outputs if isinstance(output, torch.Tensor) and output.requires_grad
@@ -160,7 +160,7 @@ def ends_of(returned: Any, outputs: Sequence[Any]) -> list[torch.Tensor]:
 # Comparing two steps
 
 
-# A gradient counts as at least this part of what it were if all gradients were equally large.
+# A gradient's norm counts as at least this share of its norm if all gradients were equally large.
 _SHARE = 0.1
 
 Results = Mapping[str, torch.Tensor | None]
@@ -169,10 +169,10 @@ Results = Mapping[str, torch.Tensor | None]
 def differences(expected: Results, got: Results) -> dict[str, float]:
     """Return the relative errors of the results of two steps that are not bit-equal, by name.
 
-    The norm of the difference over the norm expected; for gradients over a tenth of what it would
-    be were all gradients equally large, if that is more: one that is zero but for rounding (the
-    bias of attention's keys) has a relative error of the order of 1. Infinite where one is missing,
-    of another type or shape, or NaN in other places.
+    The error is the norm of the difference over the expected norm. For a gradient the latter counts
+    as at least a tenth of its value if all gradients were equally large: a gradient that is zero
+    except for rounding (of the bias of attention's keys) has a relative error of the order of 1.
+    Infinite if a result is missing, of another type or shape, or has NaN in other places.
     """
     gradients = [
         value for name, value in expected.items() if _is_gradient(name) and value is not None
@@ -204,13 +204,13 @@ def _is_gradient(name: str) -> bool:
 
 
 def _numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the values as float64; complex numbers count by their two parts."""
+    """Return the values as float64; complex numbers as real and imaginary parts."""
     plain = torch.view_as_real(tensor.detach().resolve_conj()) if tensor.is_complex() else tensor
     return plain.detach().double()
 
 
 def _norm(numbers: torch.Tensor) -> float:
-    # Of finite numbers alone: over an infinite norm every difference would be zero.
+    # Finite numbers only: relative to an infinite norm every difference would be zero.
     return float(torch.where(numbers.isfinite(), numbers, 0.0).norm())
 
 
@@ -219,7 +219,7 @@ def _distance(left: torch.Tensor | None, right: torch.Tensor | None, least: floa
         return math.inf
     expected, got = _numbers(left), _numbers(right)
     lost = ~(expected.isfinite() & got.isfinite())
-    # NaN and Inf have no distance: they are the same, or infinitely far apart.
+    # NaN and Inf either match or are infinitely far apart.
     if not torch.allclose(expected[lost], got[lost], rtol=0, atol=0, equal_nan=True):
         return math.inf
     distance, size = _norm(expected - got), max(_norm(expected), least)

@@ -1,9 +1,9 @@
-"""Models whose parameters lie on several ranks: modules under FSDP2, tensors split over a mesh.
+"""Models with parameters split over several ranks: modules under FSDP2, tensors on a device mesh.
 
-A step that only measures gathers, frees and reduces as any other, so it must leave what FSDP2 keeps
-as it was, in the middle of a forward pass too; and each rank must decide the same, or one waits for
-a collective that the other never calls. FSDP2 keeps what this looks at in names of its own, those
-of torch 2.13.
+A step run only for measurement gathers, frees and reduces like any other, so it must restore the
+state of FSDP2, even in the middle of a forward pass; and all ranks must decide the same, or one
+waits for a collective that another never calls. The private names of FSDP2 used here are those of
+torch 2.13.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..errors import TraceError
 
-# What a tensor that is no array in memory is made of.
+# The tensors that a sparse tensor consists of, by layout.
 _SPARSE = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -26,16 +26,16 @@ _SPARSE = {
     torch.sparse_csc: ("ccol_indices", "row_indices", "values"),
     torch.sparse_bsc: ("ccol_indices", "row_indices", "values"),
 }
-# Looked up among the modules that are imported: who shards has imported it, and no one else needs
+# Looked up in sys.modules: whoever shards has imported it, and nobody else needs
 # torch.distributed.
 _STATE = "torch.distributed.fsdp._fully_shard._fsdp_state"
 _FIRST = "FullyShardedDataParallel"
-# The attribute it sets on a flat parameter, of which a module's own may be views.
+# The attribute FSDP1 sets on a flat parameter, of which the module's parameters may be views.
 _FLAT = "_is_flat_param"
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the plain tensors that a tensor consists of on this rank; of a plain one itself."""
+    """Yield the plain tensors that a tensor consists of on this rank; a plain one yields itself."""
     if tensor.layout in _SPARSE:
         yield from (getattr(tensor, name)() for name in _SPARSE[tensor.layout])
         return
@@ -44,13 +44,13 @@ def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     names, _ = tensor.__tensor_flatten__()
     for name in names:
-        # A DTensor names its mesh as well.
+        # The names of a DTensor's parts include its mesh.
         if isinstance(part := getattr(tensor, name), torch.Tensor):
             yield from pieces(part)
 
 
 def here(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: of a DTensor its one piece.
+    """Return the part of a tensor on this rank: the local tensor of a DTensor.
 
     A sparse tensor is returned dense, for comparison.
     """
@@ -61,12 +61,12 @@ def here(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_elsewhere(parameter: torch.Tensor) -> bool:
-    """Whether a parameter lies on several ranks, or is a view of a flat one that does."""
+    """Whether a parameter is split over several ranks, or is a view of a flat one that is."""
     return is_traceable_wrapper_subclass(parameter) or parameter._base is not None
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2 manages parameters of the model: it gathers them before ops, and frees them."""
+    """Whether FSDP2 manages parameters of the model, gathering them before ops and freeing them."""
     return bool(_states(model))
 
 
@@ -83,7 +83,7 @@ def of_first_fsdp(model: torch.nn.Module) -> bool:
 
 
 def first_fsdp_refused() -> TraceError:
-    """Return the refusal of a model that FSDP1 wraps."""
+    """Return the error for a model wrapped by FSDP1."""
     return TraceError(
         "the model is wrapped by FullyShardedDataParallel, torch's first FSDP, which replaces its "
         "parameters by flat ones. Shard it by torch.distributed.fsdp.fully_shard, after planning "
@@ -92,7 +92,7 @@ def first_fsdp_refused() -> TraceError:
 
 
 def register_fsdp_alias(twin: torch.nn.Module, model: torch.nn.Module) -> None:
-    """Give a module that shares all attributes of another FSDP2's state of that one."""
+    """Register the FSDP2 state of a model for a twin that shares all its attributes."""
     module = sys.modules.get(_STATE)
     state = module and module._get_module_fsdp_state(model)
     if module and state is not None and module._get_module_state(twin) is None:
@@ -100,17 +100,17 @@ def register_fsdp_alias(twin: torch.nn.Module, model: torch.nn.Module) -> None:
 
 
 def most(model: torch.nn.Module, values: Sequence[float]) -> list[float]:
-    """Return the largest of each value over the ranks that share the model's parameters.
+    """Return the maximum of each value over the ranks that share the model's parameters.
 
-    Where no parameter is split over ranks, the values as they are. A collective: each rank calls
-    it at the same place.
+    If no parameter is split over ranks, returns the values as they are. A collective: each rank
+    calls it at the same point.
     """
-    # A dict, as a set has no order, and all ranks have to go through the meshes in the same one.
+    # A dict, as a set is unordered, and all ranks have to visit the meshes in the same order.
     meshes: dict[Any, None] = {}
     for tensor in (*model.parameters(), *_managed_parameters(model)):
         if is_traceable_wrapper_subclass(tensor) and hasattr(tensor, "device_mesh"):
             meshes.setdefault(tensor.device_mesh)
-    # One mesh after the other: the largest of one is what the next compares.
+    # One mesh after the other: the maximum over one mesh is the input of the next.
     for mesh in meshes:
         held = torch.tensor(values, dtype=torch.float64, device=mesh.device_type)
         for group in mesh.get_all_groups():
@@ -120,25 +120,25 @@ def most(model: torch.nn.Module, values: Sequence[float]) -> list[float]:
 
 
 def somewhere(model: torch.nn.Module, flag: bool) -> bool:
-    """Whether it holds on any of the ranks that share the model's parameters; as `most`."""
+    """Whether the flag is set on any rank that shares the model's parameters; see `most`."""
     return bool(most(model, [float(flag)])[0])
 
 
 @contextmanager
 def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
-    """Restore what FSDP2 keeps of the model's modules; inside, its states are idle.
+    """Restore FSDP2's state of the model's modules; inside, its states are idle.
 
-    Yields the identities of the parameters it manages. These need no stand-ins: gradients reach
-    copies of its own, and hooks on the user's, which it calls, are taken off meanwhile.
+    Yields the ids of the parameters it manages. These need no stand-ins: gradients reach its own
+    copies, and the hooks on the user's parameters, which it calls, are removed meanwhile.
     """
     states = _states(model)
     groups = [group for state in states for group in state._fsdp_param_groups]
-    # First: it creates the contexts that are read below.
+    # Comes first, as it creates the contexts that are read below.
     before = _initialize(states)
     for group in groups:
         if group._all_gather_result is not None:  # prefetched
             group.wait_for_unshard()
-    # All that a step changes, as it is now: fields, containers, gathered parameters, gradients.
+    # Save all that a step changes: fields, containers, gathered parameters, gradients.
     contexts = list({id(state._state_ctx): state._state_ctx for state in states}.values())
     shared = list({id(state._comm_ctx): state._comm_ctx for state in states}.values())
     before += _fields(states, "_training_state")
@@ -163,7 +163,7 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
     try:
         yield {id(param) for param in known}
     finally:
-        # While the states are idle: in a forward pass FSDP2 gathers and frees otherwise.
+        # While the states are idle: in a forward pass FSDP2 gathers and frees differently.
         for group, full in zip(groups, gathered, strict=True):
             if full and not group.is_unsharded:
                 group.unshard()
@@ -180,7 +180,7 @@ def shards_put_back(model: torch.nn.Module) -> Iterator[set[int]]:
 
 
 def _fields(holders: Iterable[Any], *names: str) -> list[tuple[Any, str, Any]]:
-    """Return the values of some attributes now; one that is missing is left out."""
+    """Return the current values of some attributes; missing ones are left out."""
     return [
         (holder, name, getattr(holder, name))
         for holder in holders
@@ -190,9 +190,9 @@ def _fields(holders: Iterable[Any], *names: str) -> list[tuple[Any, str, Any]]:
 
 
 def _initialize(states: list[Any]) -> list[tuple[Any, str, Any]]:
-    """Initialize states that have not run yet, the outermost as roots; return their fields before.
+    """Initialize states that have not run yet, the outermost as roots; return the previous fields.
 
-    A sharded module around the model has to become the root once it runs.
+    These are restored later, as a sharded module around the model has to become the root.
     """
     new = [state for state in states if state._is_root is None]
     groups = [group for state in new for group in state._fsdp_param_groups]
@@ -206,7 +206,7 @@ def _initialize(states: list[Any]) -> list[tuple[Any, str, Any]]:
 
 
 def _set_idle(states: Any, groups: Any, contexts: Any) -> None:
-    """Let FSDP2 see the beginning of a step, though a forward pass around may be under way."""
+    """Reset FSDP2 to the start of a step, though an outer forward pass may be under way."""
     for holder in (*states, *groups):
         holder._training_state = type(holder._training_state).IDLE
     for group in groups:

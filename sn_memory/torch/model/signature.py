@@ -1,8 +1,8 @@
-"""A call's arguments, and their signature: what a planned step depends on beside values of tensors.
+"""A call's arguments and their signature: all that a planned step depends on except tensor values.
 
-A plan is for the calls that were traced, so an input of another shape, a mode or a rate changes
-them. How a call is written does not: the same argument by place or by name, in whatever order, or a
-default spelled out. What of the modules counts is what a trace read; see `guards.py`.
+A plan is valid for the calls that were traced, and another input shape, mode or rate changes these.
+How a call is written does not matter: arguments by position or by name, in any order, or a default
+spelled out. Of the modules, only what the trace read counts; see `guards.py`.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 from ..errors import TraceError
 from .snapshot import StateSnapshot, ended
 
-# Elements of a tensor whose values are computed.
+# Most elements of a tensor whose values are computed.
 MOST_KNOWN = 1 << 20
-# Torch has others, for storing only: they cannot even be compared.
+# torch's other integer types are for storage only and cannot even be compared.
 INTEGERS = {
     torch.bool,
     *(torch.int8, torch.int16, torch.int32, torch.int64),
     *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
 }
-# What is made of integers, or of nothing, may be floats on its way to a mask.
+# A mask that is computed from integers, or from nothing, may pass through floats.
 COMPUTED = {*INTEGERS, torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
 def may_be_known(tensor: torch.Tensor, dtypes: Container[torch.dtype] = INTEGERS) -> bool:
-    """Whether a tensor has values that a model may look at: a few that are there.
+    """Whether a model may look at a tensor's values: they exist and are few.
 
-    dtypes : of an input, integers: floats of ones are what many write for any input
+    dtypes : integers for an input, as float ones are often used as a dummy input
     """
     return (
         tensor.dtype in dtypes
@@ -52,9 +52,9 @@ def may_be_known(tensor: torch.Tensor, dtypes: Container[torch.dtype] = INTEGERS
 
 
 def is_ones(value: object) -> bool:
-    """Whether it is a tensor whose values may be known, and all are 1.
+    """Whether a value is a tensor whose values may be known, and all are 1.
 
-    On a GPU this waits for it, as a model that looks does.
+    On a GPU this synchronizes, as a model that looks at the values does.
     """
     return isinstance(value, torch.Tensor) and may_be_known(value) and bool((value == 1).all())
 
@@ -62,20 +62,20 @@ def is_ones(value: object) -> bool:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 # How a call is written: how many arguments by position, and the names of the rest.
 CallLayout = tuple[int, tuple[str, ...]]
-# An attribute, by the place of its module among all, and its name; or a whole argument, at OF_CALL.
+# An attribute, by the index of its module and its name; or a whole argument, at index OF_CALL.
 Name = tuple[int, str]
 OF_CALL = -1
-# Of one module: what counts of it, by name.
+# Everything about one module that counts, by name.
 Settings = frozenset[tuple[str, Hashable]]
 _NUMBERS = (bool, int, float, str, type(None))
 
 
 class TensorForm(NamedTuple):
-    """What of a tensor among the arguments is part of the signature.
+    """The properties of a tensor argument that are part of the signature.
 
-    offset : bytes from where the first input in the same memory begins: batches are parts of one
-        tensor, and where a part lies does not count
-    same, shared : the first input that is the same tensor, and that lies in the same memory
+    offset : bytes from the start of the first input in the same memory, as batches are slices of
+        one tensor, and the position of a slice does not count
+    same, shared : the first input that is the same tensor, and the first that shares its memory
     """
 
     size: tuple[int, ...]
@@ -89,20 +89,20 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True)
 class InputSignature:
-    """The signature of an input; one whose settings hold for another takes the same plan.
+    """The signature of an input; inputs share a plan if the settings of one hold for the other.
 
-    arguments : name of each argument that is not left at its default, and its form: how it is
-        nested, and its leaves, of each tensor a TensorForm.
+    arguments : name of each argument that is not at its default, and its form: how it is nested,
+        and its leaves, with a TensorForm for each tensor.
     casts : device type and dtype, where autocast is on
     wanted : per parameter, whether it requires a gradient
     tensors : per parameter and buffer, its size, strides and type
-    sharded : whether some parameter lies on several ranks, as where FSDP2 has sharded a module
+    sharded : whether a parameter is split over several ranks, e.g. by FSDP2
     settings : per module, its class, its hooks, and the attributes that a trace read, with their
         contents
-    ones : places, among the leaves of the arguments, of inputs that are all ones, where the step
+    ones : indices, among the leaves of the arguments, of inputs that are all ones, where the step
         was planned for that (a mask that masks nothing); see `GuardCache` in guards.py.
-    free : attributes and arguments whose values are left out, as they change from step to step:
-        only what runs the model's own forward may be planned for such a signature.
+    free : attributes and arguments whose values are left out, as they change from step to step.
+        Such a signature may only be planned for steps that run the model's own forward.
     """
 
     arguments: tuple[tuple[str, Any], ...]
@@ -119,7 +119,7 @@ class InputSignature:
 
     @cached_property
     def _hash(self) -> int:
-        # It is looked up in each step, and has an item for each module.
+        # The signature is looked up in each step and has an item for each module.
         held = (self.arguments, self.casts, self.wanted, self.tensors, self.sharded, self.settings)
         return hash((*held, self.ones, self.free))
 
@@ -138,7 +138,7 @@ class InputSignature:
         return (leaf for leaf in leaves if _is_tensor(leaf))
 
     def shapes(self) -> str:
-        """Its tensors' shapes, as in "input_ids (4, 128), labels (4, 128)"."""
+        """Describe the tensors' shapes, e.g. "input_ids (4, 128), labels (4, 128)"."""
         shown, ones = [], self._names_of_ones()
         for name, (_, leaves) in self.arguments:
             sizes = [str(leaf.size) for leaf in leaves if _is_tensor(leaf)]
@@ -149,7 +149,7 @@ class InputSignature:
         return ", ".join(shown) or "no tensor"
 
     def leaf_names(self) -> list[tuple[str, int]]:
-        """Return, for each leaf of the arguments, the argument and the place in it."""
+        """Return, for each leaf of the arguments, the argument's name and the index in it."""
         return [(name, at) for name, (_, leaves) in self.arguments for at in range(len(leaves))]
 
     def _names_of_ones(self) -> set[str]:
@@ -159,7 +159,7 @@ class InputSignature:
     def without(self, free: Iterable[Name]) -> InputSignature:
         """Return the signature without the values of some attributes and arguments.
 
-        Tensors among the arguments still count: their sizes are sizes of the ops that are recorded.
+        Tensors among the arguments still count, as recorded ops depend on their sizes.
         """
         free = tuple(sorted({*free, *self.free}))
         if free == self.free:
@@ -170,7 +170,7 @@ class InputSignature:
             if (OF_CALL, name) in names
             else (name, (spec, leaves))
             for name, (spec, leaves) in self.arguments
-            # One that is no tensor may as well be left at its default.
+            # A free argument without tensors may as well be at its default.
             if (OF_CALL, name) not in names or any(map(_is_tensor, leaves))
         )
         settings = list(self.settings)
@@ -181,7 +181,7 @@ class InputSignature:
         return replace(self, arguments=arguments, settings=tuple(settings), free=free)
 
     def changed_since(self, other: InputSignature) -> set[Name]:
-        """Return the attributes and arguments with another value; forms of tensors do not count."""
+        """Return the attributes and arguments whose values differ, ignoring tensor forms."""
         mine, theirs = dict(self.arguments), dict(other.arguments)
         changed = {
             (OF_CALL, name)
@@ -193,14 +193,14 @@ class InputSignature:
         return changed
 
     def settings_hold_for(self, other: InputSignature) -> bool:
-        """Whether another has all settings of this one; it may have more, if more was read."""
+        """Whether another signature has all settings of this one, or more, if more was read."""
         return len(self.settings) == len(other.settings) and all(
             mine is theirs or mine <= theirs
             for mine, theirs in zip(self.settings, other.settings, strict=True)
         )
 
     def accepts(self, other: InputSignature) -> bool:
-        """Whether a step planned for this one is right for an input of another."""
+        """Whether a step planned for this signature is valid for an input with another."""
         same = (self.arguments, self.ones, self.free) == (other.arguments, other.ones, other.free)
         return same and self._same_modes(other) and self.settings_hold_for(other)
 
@@ -209,7 +209,7 @@ class InputSignature:
         return mine == (other.casts, other.wanted, other.tensors, other.sharded)
 
     def covers(self, other: InputSignature) -> bool:
-        """Whether another has the same modes and arguments, and no tensor larger."""
+        """Whether another signature has the same modes and arguments, and no larger tensor."""
         return (
             set(self.ones) <= set(other.ones)
             and self.free == other.free
@@ -225,7 +225,7 @@ class InputSignature:
         )
 
     def unlike(self, planned: InputSignature, paths: list[str]) -> list[str]:
-        """What makes it another than one that was planned; `paths` names the modules."""
+        """Describe how this differs from a planned signature; `paths` names the modules."""
         mine, theirs = dict(self.arguments), dict(planned.arguments)
         unlike = [f"{name} was not given then" for name in mine.keys() - theirs.keys()]
         unlike += [f"{name} is missing" for name in theirs.keys() - mine.keys()]
@@ -237,7 +237,7 @@ class InputSignature:
         if self.arguments != planned.arguments and not unlike:
             unlike.append("the inputs come in another order or share memory otherwise")
         mine_of, theirs_of = self._names_of_ones(), planned._names_of_ones()
-        # Of another shape it may not be known yet.
+        # For an input of another shape it may not be known yet.
         alike = {name for name, form in self.arguments if theirs.get(name) == form}
         unlike += [f"{name} is all ones" for name in sorted(alike & mine_of - theirs_of)]
         unlike += [f"{name} is not all ones" for name in sorted(alike & theirs_of - mine_of)]
@@ -261,7 +261,7 @@ class InputSignature:
 
 
 def _changed_settings(now: Settings, then: Settings) -> set[str]:
-    """Return the names of which both say something else."""
+    """Return the names that both have, with different values."""
     return set() if now is then else dict(now - then).keys() & dict(then - now).keys()
 
 
@@ -270,7 +270,7 @@ def _is_tensor(leaf: Any) -> TypeGuard[TensorForm]:
 
 
 def _differ(form: Any, other: Any) -> bool:
-    """Whether an argument's forms differ in more than tensors; None where it is at its default."""
+    """Whether two forms of an argument differ in more than tensors; None stands for its default."""
     if form is None or other is None:
         return form is not other and not any(map(_is_tensor, (form or other)[1]))
     if form[0] != other[0]:
@@ -280,10 +280,10 @@ def _differ(form: Any, other: Any) -> bool:
 
 
 def _holds(leaf: Any, other: Any) -> bool:
-    """Whether a tensor's form is that of another, and as large or larger; all else is equal."""
+    """Whether a leaf equals another; of two tensors, the first may be larger."""
     if not (_is_tensor(leaf) and _is_tensor(other)):
         return bool(leaf == other)
-    # Strides and offset may differ: what covers an input runs the model's own forward.
+    # Strides and offset may differ: a step for a covered input runs the model's own forward.
     same = len(leaf.size) == len(other.size) and leaf[3:] == other[3:]
     return same and all(mine >= its for mine, its in zip(leaf.size, other.size, strict=True))
 
@@ -291,7 +291,7 @@ def _holds(leaf: Any, other: Any) -> bool:
 def _shown(form: Any, other: Any) -> str:
     """Show an argument's form: shapes and types of tensors, values of the rest.
 
-    Of tensors that look alike in another form, all else is shown as well.
+    If that looks the same for the other form, show strides, gradients and sharing as well.
     """
     leaves = [_leaf(leaf) for leaf in form[1]]
     if leaves == [_leaf(leaf) for leaf in other[1]]:
@@ -311,15 +311,15 @@ def _leaf(leaf: Any, *, with_values: bool = False) -> str:
 
 
 def plain(value: Any) -> Hashable:
-    """Return a plain value with its type: True, 1 and 1.0 are equal in Python, as 0.0 and -0.0."""
+    """Return a plain value with its type, as Python has True == 1 == 1.0 and 0.0 == -0.0."""
     return type(value), repr(value) if isinstance(value, float) else value
 
 
 def form_of_leaf(leaf: Any, first: dict[int, tuple[int, int]], place: int) -> Hashable:
-    """Return what of a leaf among the arguments is part of the signature.
+    """Return what a leaf of the arguments contributes to the signature.
 
-    first : for each tensor and each memory, the place where it was first seen, and at which byte
-        of the memory that tensor begins; updated here
+    first : for each tensor and each memory, the index where it was first seen, and the byte of the
+        memory at which that tensor begins; updated here
     """
     if not isinstance(leaf, torch.Tensor):
         return plain(leaf)
@@ -344,7 +344,7 @@ def check_layout(tensor: torch.Tensor) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    # Negative, so that it is no id; tensors without memory (meta) share nothing.
+    # Negative to differ from any id(); tensors without memory (meta) share nothing.
     return -(tensor.untyped_storage()._cdata) if tensor.device.type != "meta" else -id(tensor)
 
 
@@ -353,7 +353,7 @@ def forms_of(
 ) -> tuple[tuple[str, Any], ...]:
     """Return the forms of the arguments, by name.
 
-    loosely : of what cannot be compared, take the type: enough for the bytes a step holds
+    loosely : use the type of a value that cannot be compared; enough to size a step's memory
     """
     first: dict[int, tuple[int, int]] = {}
     forms, count = [], 0
@@ -369,13 +369,13 @@ def forms_of(
 
 
 def leaves_of(model: torch.nn.Module, arguments: Arguments) -> list[Any]:
-    """Return the leaves of the arguments, in the order in which the signature has them."""
+    """Return the leaves of the arguments, in the order of the signature."""
     named = _named(type(model).forward, *arguments)
     return [leaf for _, value in named for leaf in tree_leaves(value)]
 
 
 def is_hashable(value: Any) -> bool:
-    """Whether a value can be compared as a key."""
+    """Whether a value can be used as a key."""
     try:
         hash(value)
     except TypeError:
@@ -384,29 +384,29 @@ def is_hashable(value: Any) -> bool:
 
 
 def changeable(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
-    """Return the types of objects among arguments that could change and have the same signature.
+    """Return the types of argument objects that could change while the signature stays the same.
 
-    They are compared by identity, and what is in them is a constant of what was recorded.
+    They are compared by identity, but their contents are constants in the recorded step.
     """
     return [
         type(leaf).__name__
         for leaf in tree_leaves((args, kwargs))
         if not isinstance(leaf, torch.Tensor)
-        # One that is hashed by its identity is the same however it changes.
+        # An object hashed by identity keeps its hash however it changes.
         and (object.__hash__ is type(leaf).__hash__ or StateSnapshot([("", leaf)]).tensors())  # type: ignore[comparison-overlap]
         and StateSnapshot([("", leaf)])
     ]
 
 
 def call_layout(arguments: Arguments) -> CallLayout:
-    """Return how arguments are written."""
+    """Return the layout of a call with these arguments."""
     return len(arguments[0]), tuple(arguments[1])
 
 
 def as_sampled(model: torch.nn.Module, sample: CallLayout, arguments: Arguments) -> Arguments:
-    """Return arguments written as the sample was: the same by position, the same by name.
+    """Return arguments in the sample's layout: the same by position, the same by name.
 
-    Both have one signature, so that an argument which one of them leaves out is at its default.
+    Both have the same signature, so an argument that either omits is at its default.
     """
     places, names = sample
     if call_layout(arguments) == sample:
@@ -437,12 +437,12 @@ def _named(
 ) -> Iterator[tuple[str, Any]]:
     """Yield name and value of each argument that is not at its default, in the forward's order.
 
-    What goes into `**kwargs` keeps its order, which a forward may go by.
+    Entries of `**kwargs` keep their order, as a forward may depend on it.
     """
     signature = _signature(forward)
     bound = None
     if signature is not None:
-        # Where it does not fit, the forward itself will say what is wrong with the call.
+        # If the arguments do not fit, the forward itself raises the right error.
         with suppress(TypeError):
             bound = signature.bind(None, *args, **kwargs)
     if signature is None or bound is None:
@@ -459,7 +459,7 @@ def _named(
             yield name, value
 
 
-# Each step asks, and inspect takes ten to twenty microseconds.
+# Called in each step, and inspect takes ten to twenty microseconds.
 @lru_cache(maxsize=256)
 def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
     try:
@@ -469,7 +469,7 @@ def _signature(forward: Callable[..., Any]) -> inspect.Signature | None:
 
 
 def _is(value: Any, default: Any) -> bool:
-    # Only numbers by value: whether tensors or arrays are equal is no single answer.
+    # Only plain values are compared by value: comparing tensors or arrays yields no single bool.
     return value is default or (isinstance(default, _NUMBERS) and plain(value) == plain(default))
 
 
@@ -479,7 +479,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def storage_sizes(held: Iterable[torch.Tensor]) -> dict[int, int]:
-    """Return by address the bytes of the storages that tensors lie in, shared ones once."""
+    """Return the bytes of the tensors' storages by address; shared storages count once."""
     storages = (tensor.untyped_storage() for tensor in held)
     return {int(storage._cdata): storage.nbytes() for storage in storages}
 
@@ -505,12 +505,12 @@ def detached(arguments: Any) -> Any:
 
 
 def cut_out(arguments: Any) -> Any:
-    """Return arguments of which none is a row or some rows of a tensor with more.
+    """Return the arguments with rows of larger tensors replaced by copies.
 
-    A batch is often a part of a tensor that holds all the data, which is no part of a step: it is
-    there before and after. So such a batch is planned for as its own, as a copy. Tensors that look
-    at the same memory still do. A window of columns stays where it is: to lie in the same way, a
-    copy would take most of the data.
+    A batch is often a slice of a tensor with the whole data set, which is not part of a step: it
+    exists before and after. So the plan sees such a batch as a tensor of its own, a copy. Tensors
+    that share memory still do. A window of columns is not copied: a copy with the same strides
+    would take most of the data set's memory.
     """
     parts: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors(arguments):
@@ -545,7 +545,7 @@ def cut_out(arguments: Any) -> Any:
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where in its memory a tensor begins, and where it ends, in bytes."""
+    """Return the bytes of its memory at which a tensor begins and ends."""
     pairs = zip(tensor.size(), tensor.stride(), strict=True)
     elements = 1 + sum((size - 1) * stride for size, stride in pairs)
     begin = tensor.storage_offset() * tensor.itemsize
@@ -553,12 +553,12 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], bool]:
-    """Return what tells whether others have the same sizes, strides, types and devices.
+    """Return a check for whether other tensors have the same sizes, strides, types and devices.
 
-    And whether the same ones require a gradient. It may say no of such that have, where another
-    mode of torch is on, and never yes of others. None of the tensors is held. Hundreds of them take
-    a few microseconds.
+    It also checks that the same ones require a gradient. It may report a mismatch by mistake when
+    another mode of torch is on, but never a match. No tensor is kept alive. Hundreds of tensors
+    take a few microseconds.
     """
-    # What torch.compile asks before it runs what it compiled.
+    # torch.compile's own guards, which it checks before it runs compiled code.
     guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     return lambda others: bool(guards.check(*others))

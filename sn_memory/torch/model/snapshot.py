@@ -1,6 +1,6 @@
-"""What lists, mappings and objects hold, to see whether a forward pass changed it, and undo that.
+"""Snapshots of lists, mappings and objects, to detect and undo changes by a forward pass.
 
-Assigned attributes are easily seen. But a forward may as well append to a list, write into an
+Assigned attributes are easy to detect. But a forward may also append to a list, write into an
 object among its arguments (a cache), or register a hook in its first run; a hook may keep values.
 """
 
@@ -22,29 +22,29 @@ from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_leaves
 
-# Objects within objects are followed so far; a configuration has two or three levels.
+# Depth to which objects within objects are followed; a configuration has two or three levels.
 _DEPTH = 6
-# Not looked into: what cannot change, what is compared elsewhere, and what the process shares.
+# Not inspected: values that cannot change, are compared elsewhere, or are shared by the process.
 OPAQUE = (
     *(type(None), bool, int, float, complex, str, bytes, type, Enum, ModuleType, logging.Logger),
     *(torch.Tensor, torch.nn.Module, FunctionType, MethodType, BuiltinFunctionType),
 )
 _GROUPS = (list, deque, set, dict)
-# Packages whose objects and functions are no part of a model's state.
+# Packages whose objects and functions are not part of a model's state.
 _THEIRS = ("torch", "numpy", "builtins", "collections", "sn_memory", "sn_compress")
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-# Those that torch calls around every module (`register_module_forward_hook` and its like).
+# Hooks that torch calls around every module (`register_module_forward_hook` and the like).
 GLOBAL_HOOKS: tuple[dict[int, Any], ...] = tuple(
     getattr(torch_module, f"_global{slot}") for slot in HOOKS
 )
-# Of these, the ids of those that trace a model in some thread; forwards of other threads see them.
+# Ids of those global hooks that trace a model in some thread; other threads see them, too.
 TRACING_HOOKS: set[int] = set()
 SLOTS = ("_parameters", "_buffers", "_modules")
 
 
 @dataclass(frozen=True)
 class _Held:
-    """What something holds: items (of a mapping key, value, key, value), and attributes."""
+    """The contents of an object: its items (of a mapping: key, value, key, ...) and attributes."""
 
     items: tuple[Any, ...]
     attributes: dict[str, Any]
@@ -59,15 +59,15 @@ class _Held:
         )
 
     def ended(self) -> _Held:
-        """Return the same with leaves in the places of tensors that were computed."""
+        """Return the same contents with leaves in place of tensors that have a graph."""
         attributes = {name: ended(value) for name, value in self.attributes.items()}
         return _Held(tuple(map(ended, self.items)), attributes)
 
 
 class StateSnapshot:
-    """What some values hold, at every depth, when this is created.
+    """The contents of some values, at every depth, at creation of this object.
 
-    named : values with their names. Modules and tensors in them are not looked into.
+    named : values with their names. Modules and tensors in them are not inspected.
     """
 
     def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -83,7 +83,7 @@ class StateSnapshot:
         return bool(self._before)
 
     def changed(self) -> list[str]:
-        """Return the names of the values that hold something else now."""
+        """Return the names of the values whose contents changed."""
         names = [name for name, holder, value in self._before if not _held(holder).same(value)]
         return list(dict.fromkeys(names))
 
@@ -101,7 +101,7 @@ class StateSnapshot:
                 _fill(holder, before)
 
     def end_graphs(self) -> bool:
-        """Let all hold leaves in the places of tensors that were computed; say whether there were.
+        """Replace tensors that have a graph by leaves; return whether there were any.
 
         `restore` undoes it.
         """
@@ -113,7 +113,7 @@ class StateSnapshot:
 
 
 def ended(value: Any) -> Any:
-    """Return a leaf in the place of a tensor that was computed, also of those in a tuple."""
+    """Return a leaf in place of a tensor that has a graph, also within a tuple."""
     if isinstance(value, tuple):
         inside = [ended(item) for item in value]
         if all(map(is_, inside, value)):
@@ -125,7 +125,7 @@ def ended(value: Any) -> Any:
 
 
 class Values:
-    """Copies of the values of some tensors, but for those among the weights."""
+    """Copies of the values of some tensors, except the weights."""
 
     def __init__(self, tensors: Iterable[Any], weights: Iterable[torch.Tensor]) -> None:
         spared = {id(weight) for weight in weights}
@@ -141,13 +141,13 @@ class Values:
 
 
 def set_value(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Give a tensor a value without counting up its version, and its size if it was resized."""
-    # By `data`, as autograd would take it for a change of what it saved. Into the same memory, as
-    # saved views of it have to show this value.
+    """Give a tensor a value, and its size if it was resized, without incrementing its version."""
+    # By `data`, as autograd would see a changed version as a change of a saved tensor. Into the
+    # same memory, as saved views have to show the value.
     if tensor.shape == value.shape:
         _copyable(tensor.data).copy_(value)
     else:
-        # An observer of quantization has the size of what came first.
+        # An observer of quantization takes the size of the first input.
         tensor.data = value.clone()
 
 
@@ -165,9 +165,9 @@ def _copyable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class WrittenWeights(TorchDispatchMode):
-    """Restores parameters that are written to inside, which it copies before the first write.
+    """Restores parameters that are written to inside; each is copied before its first write.
 
-    Copies of all of them would take as much memory as the model.
+    Copying all of them would take as much memory as the model.
 
     parts : parameters, each with a plain tensor that it consists of on this rank
     """
@@ -183,7 +183,7 @@ class WrittenWeights(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile that compiled code runs under it as any other."""
+        """Let torch.compile run compiled code under this mode."""
         return True
 
     def __torch_dispatch__(
@@ -217,13 +217,13 @@ class WrittenWeights(TorchDispatchMode):
 
 
 def written_to(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors that a call writes into, by its schema."""
+    """Return the tensors that a call writes to, according to its schema."""
     written = written_arguments(func, args, kwargs) if func._schema.is_mutable else []
     return [leaf for leaf in tree_leaves(written) if isinstance(leaf, torch.Tensor)]
 
 
 def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by the names of its schema, defaults spelled out."""
+    """Return the arguments of a call by the names in its schema, including defaults."""
     return {
         arg.name: args[at] if at < len(args) else kwargs.get(arg.name, arg.default_value)
         for at, arg in enumerate(func._schema.arguments)
@@ -231,7 +231,7 @@ def named_arguments(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> d
 
 
 def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that a call writes into, in the order of its schema."""
+    """Return the arguments that a call writes to, in the order of its schema."""
     named = named_arguments(func, args, kwargs)
     return [
         named[arg.name]
@@ -241,17 +241,17 @@ def written_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def hidden_statistics(func: Any, named: dict[str, Any]) -> tuple[str, ...]:
-    """Return the names of running statistics that a call updates, and its schema does not say.
+    """Return the names of running statistics that a call updates without its schema saying so.
 
-    Batch norm in training changes them in place. Given None there instead, it returns the same and
-    changes nothing, which is how it is run again. Its functional form returns new ones instead.
+    Batch norm in training changes them in place. Given None for them, it returns the same and
+    changes nothing, which is how it is rerun. Its functional form returns new ones instead.
     """
     return takes_statistics(func) if named.get("training") or named.get("train") else ()
 
 
 @cache
 def takes_statistics(func: Any) -> tuple[str, ...]:
-    """Return the names of running statistics that an op may update unsaid."""
+    """Return the names of running statistics that an op may update without saying so."""
     if str(func.overloadpacket).endswith("_functional"):
         return ()
     return tuple(
@@ -262,13 +262,13 @@ def takes_statistics(func: Any) -> tuple[str, ...]:
 
 
 def kept_by(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield by name the attributes of a module, and what its hooks can write to."""
+    """Yield the attributes of a module, and what its hooks can write to, with names."""
     yield from list(module.__dict__.items())
     yield from _kept_by_hooks([module.__dict__.get(slot, {}) for slot in HOOKS])
 
 
 def kept_by_global_hooks() -> Iterator[tuple[str, Any]]:
-    """Yield by name what the hooks of all modules can write to."""
+    """Yield what the global hooks can write to, with names."""
     yield from _kept_by_hooks(GLOBAL_HOOKS)
 
 
@@ -293,13 +293,13 @@ def _kept_by_hooks(slots: Iterable[dict[int, Any]]) -> Iterator[tuple[str, Any]]
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; one made in inference mode does not count."""
+    """Return how often a tensor was changed in place; 0 for one created in inference mode."""
     return 0 if tensor.is_inference() else tensor._version
 
 
 def memory_version(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the version of a tensor and the memory it has, as `data =` changes no version."""
-    # Sparse tensors have several memories, none of which is theirs to ask for.
+    """Return a tensor's version and the address of its storage, as `data =` changes no version."""
+    # Sparse tensors have several storages, none of which can be accessed through them.
     strided = tensor.layout is torch.strided
     return version_of(tensor), tensor.untyped_storage()._cdata if strided else 0
 
@@ -331,9 +331,9 @@ def _held(holder: Any) -> _Held:
 
 
 def attributes_held(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object of the user's, those in slots as well."""
+    """Return the attributes of a user's object, including those in slots."""
     if type(value).__module__.partition(".")[0] in _THEIRS:
-        # An op of torch, for example, caches its dispatch there.
+        # For example, an op of torch caches its dispatch in its attributes.
         return {}
     attributes = dict(getattr(value, "__dict__", ()))
     for kind in type(value).__mro__:
@@ -345,9 +345,9 @@ def attributes_held(value: Any) -> dict[str, Any]:
 
 
 def _reached(hook: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> Iterator[Any]:
-    """Yield what a function can write to: what it closes over, its object, global containers.
+    """Yield what a function can write to: its closure, its `self`, global containers.
 
-    Containers of global classes and objects count as well; functions that it names are followed.
+    Also containers in global classes and objects; recurses into functions that it names.
     """
     seen = set() if seen is None else seen
     if depth == 0 or id(hook) in seen:
@@ -384,8 +384,8 @@ def _reached(hook: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> It
 
 def _fill(holder: Any, before: _Held) -> None:
     if isinstance(holder, dict):
-        # By the methods of dict: those of a subclass may refuse, or do more. An OrderedDict keeps
-        # its order in C, which dict's own methods would leave as it is.
+        # By the methods of dict: those of a subclass may raise, or do more. An OrderedDict keeps
+        # its order in C, which dict's methods would not update.
         kind = OrderedDict if isinstance(holder, OrderedDict) else dict
         kind.clear(holder)
         for key, value in zip(before.items[::2], before.items[1::2], strict=True):
@@ -396,7 +396,7 @@ def _fill(holder: Any, before: _Held) -> None:
     elif isinstance(holder, list | deque):
         holder.clear()
         holder.extend(before.items)
-    # By the methods of object: a frozen dataclass refuses to be assigned to.
+    # By the methods of object, as a frozen dataclass rejects assignment.
     for name in attributes_held(holder).keys() - before.attributes.keys():
         object.__delattr__(holder, name)
     for name, value in before.attributes.items():

@@ -1,7 +1,7 @@
-"""One training step, run and measured; and everything it changes put back afterwards.
+"""Run and measure one training step, and restore everything it changed.
 
-Whoever compares (verify) or chooses by measurement (modules) runs steps that must leave no mark:
-parameters, gradients, buffers, attributes and random states are as before.
+Comparing results (verify) and choosing by measurement (modules) need steps without side effects:
+parameters, gradients, buffers, attributes and random states are restored.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ OUTSIDE_TORCH: dict[str, Any] = {
 
 
 class Generators:
-    """The states of random number generators among some values, when this is made."""
+    """The states of the random number generators among some values, at creation of this object."""
 
     def __init__(self, values: Iterable[Any]) -> None:
         generators = {id(value): value for value in values if isinstance(value, _GENERATORS)}
@@ -63,12 +63,12 @@ class Generators:
         return any(_comparable(now) != _comparable(then) for now, then in pairs)
 
     def seed(self, number: int) -> None:
-        """Let each draw as one that was made with this seed."""
+        """Seed each generator."""
         for generator, _ in self._before:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(number)
             elif isinstance(generator, np.random.Generator):
-                # It has no method for that, so it gets the state of a new one.
+                # It cannot be seeded again, so it gets the state of a new one.
                 generator.bit_generator.state = type(generator.bit_generator)(number).state
             else:
                 generator.seed(number)
@@ -102,12 +102,12 @@ def _state(generator: Any) -> Any:
 
 
 def outside_states() -> list[Any]:
-    """Return the states of the generators outside torch, as something that can be compared."""
+    """Return the states of the generators outside torch in a comparable form."""
     return [_comparable(_state(generator)) for generator in OUTSIDE_TORCH.values()]
 
 
 def _comparable(state: Any) -> Any:
-    # As text a state of NumPy's takes five milliseconds, and each module that is called asks.
+    # Converting a NumPy state to text takes five milliseconds, and each module call compares it.
     if isinstance(state, dict):
         return {name: _comparable(value) for name, value in state.items()}
     if isinstance(state, torch.Tensor):
@@ -116,10 +116,10 @@ def _comparable(state: Any) -> Any:
 
 
 class SideEffects:
-    """What a call has changed since this was created, so that a second one would do otherwise.
+    """Detects what a call changes that would make a second call behave differently.
 
-    inputs : tensors that it is not to write to
-    objects : what it is not to change at any depth, nor tensors in them
+    inputs : tensors that the call must not write to
+    objects : objects that it must not change at any depth, including tensors in them
     """
 
     def __init__(self, inputs: Iterable[torch.Tensor], objects: Iterable[Any]) -> None:
@@ -130,7 +130,7 @@ class SideEffects:
 
     @property
     def has_objects(self) -> bool:
-        """Whether there are any that it, or what comes later, could change."""
+        """Whether there are objects that the call, or later code, could change."""
         return bool(self._objects)
 
     def objects_changed(self) -> bool:
@@ -138,7 +138,7 @@ class SideEffects:
         return bool(self._objects.changed()) or inside_changed
 
     def changed(self) -> bool:
-        """Whether anything is not as it was, random numbers outside torch included."""
+        """Whether anything changed, including the random states outside torch."""
         written = _versions(self._inputs) != self._versions
         return written or self._drawn != outside_states() or self.objects_changed()
 
@@ -149,9 +149,9 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 @contextmanager
 def forbid_external_rng() -> Iterator[None]:
-    """Refuse a traced forward that draws random numbers outside torch, or seeds torch's generator.
+    """Reject a traced forward that draws random numbers outside torch, or seeds torch's generator.
 
-    A replay would repeat what was drawn, and would not seed.
+    A replay would repeat the numbers drawn, and would not seed.
     """
     before = {name: Generators([generator]) for name, generator in OUTSIDE_TORCH.items()}
     of_torch = Generators([torch.default_generator])
@@ -162,7 +162,7 @@ def forbid_external_rng() -> Iterator[None]:
         seeded = of_torch.changed()
         for generators in (*before.values(), of_torch):
             generators.restore()
-    # Fake tensors draw nothing, so only torch.manual_seed and the like change it.
+    # Ops on fake tensors draw nothing, so only torch.manual_seed and the like change the state.
     if seeded:
         raise TraceError(SEEDS)
     if drawn:
@@ -173,9 +173,9 @@ def forbid_external_rng() -> Iterator[None]:
 
 
 class ModelSnapshot:
-    """All that a step may change of a model and of its arguments, as of when this is created.
+    """All that a step may change in a model and its arguments, at creation of this object.
 
-    others : tensors and generators that it may change beside those that modules hold as attributes
+    others : tensors and generators that it may change besides those in module attributes
     spared : tensors that it changes only as training does
     """
 
@@ -194,24 +194,24 @@ class ModelSnapshot:
             (f"{path}.{name}".lstrip("."), value)
             for path, module, _, _ in self._modules
             for name, value in kept_by(module)
-            # The slots may be full of fake tensors by the time they are looked at.
+            # The slots may contain fake tensors by the time they are compared.
             if name not in SLOTS and not name.startswith("_flat_weight")
         )
         self._kept = StateSnapshot(chain(of_modules, kept_by_global_hooks()))
         self.arguments = StateSnapshot([("arguments", arguments)])
-        # Restored, and not reported as changed: it may be the cache of a function.
+        # Restored but not reported as changed: it may be a function's cache.
         self._outside = StateSnapshot(kept_by_code(model))
         leaves = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
         flags = (*model.parameters(), *model.buffers(), *leaves)
         self._wanted = [(flag, flag.requires_grad) for flag in flags]
-        # Under fake tensors a real one that is met is computed with, and written to.
+        # Under the fake mode, ops on a real tensor still compute, and write to it.
         attributes = (hooks for _, _, own, _ in self._modules for hooks in own.values())
         held = [*others, *self._kept.values(), *attributes]
         self._values = Values(held, spared)
         self.generators = Generators(held)
 
     def changed(self) -> list[str]:
-        """Return the names of attributes that were replaced, or hold something else now."""
+        """Return the names of attributes that were replaced or whose contents changed."""
         names = self._kept.changed()
         for path, module, attributes, slots in self._modules:
             now = module.__dict__
@@ -222,16 +222,16 @@ class ModelSnapshot:
             ]
             for slot, before in zip(SLOTS[:2], slots, strict=False):
                 other += getattr(module, slot).keys() ^ before.keys()
-            # Lists of weights are refreshed with the parameters (quirks/recurrent.py).
+            # `_flat_weights` is refreshed with the parameters (quirks/recurrent.py).
             own = (name for name in other if not name.startswith("_flat_weight"))
             names += [f"{path}.{name}".lstrip(".") for name in own]
         return list(dict.fromkeys(names))
 
     def end_graphs(self) -> bool:
-        """Put leaves in the places of tensors that were computed; say whether there were any.
+        """Replace tensors that have a graph by leaves; return whether there were any.
 
-        A step then goes back no further. What made them is the caller's: run backward from here, it
-        would lose what it saved, or add to gradients that nobody puts back.
+        A step's backward pass then ends at them. Their graphs belong to the caller: running them
+        backward would free what they saved, or add to gradients that are not restored.
         """
         ends = [snapshot.end_graphs() for snapshot in (self._kept, self.arguments, self._outside)]
         for _, module, _, _ in self._modules:
@@ -243,7 +243,7 @@ class ModelSnapshot:
         return any(ends)
 
     def restore(self) -> None:
-        """Put everything back as it was."""
+        """Restore everything."""
         for _, module, attributes, slots in self._modules:
             _refill(module.__dict__, attributes)
             for slot, before in zip(SLOTS, slots, strict=True):
@@ -258,9 +258,9 @@ class ModelSnapshot:
 
 
 def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
-    """Let a dict hold what it held before.
+    """Restore the contents of a dict.
 
-    One that still does is left alone: refilled, a module's `__dict__` would take three times the
+    An unchanged dict is not touched: refilled, a module's `__dict__` would take three times the
     memory, as it no longer shares its keys with those of the other instances of its class.
     """
     pairs = zip_longest(held.items(), before.items(), fillvalue=("", None))
@@ -270,7 +270,7 @@ def _refill(held: dict[str, Any], before: dict[str, Any]) -> None:
 
 
 def changes_what_it_is_given() -> TraceError:
-    """Return the refusal of a forward that writes into its arguments."""
+    """Return the error for a forward that writes into its arguments."""
     return TraceError(
         "the forward pass changes what it is given: it writes into a list, mapping or object among "
         "its arguments, such as the cache of keys and values of a text model; a replay of its "
@@ -282,11 +282,11 @@ def changes_what_it_is_given() -> TraceError:
 def restore_model(
     model: torch.nn.Module, arguments: Any = (), *, replayed: bool = True
 ) -> Iterator[None]:
-    """Put the model, and what its forward is given, back as they were after it was traced.
+    """Restore the model and the arguments of its forward after a trace.
 
-    Where its calls are to be replayed, refuses a forward that changed attributes of its modules, or
-    what lists, mappings and objects hold: in these, in its arguments, in what hooks of the modules
-    reach. Such a forward has side effects on purpose (a count, a new buffer), and a replay of its
+    If its calls will be replayed, rejects a forward that changed attributes of its modules, or the
+    contents of lists, mappings and objects in these, in its arguments, or within reach of module
+    hooks. Such a forward has side effects on purpose (a count, a new buffer), and a replay of its
     calls would not have them.
     """
     spared = (*model.parameters(), *model.buffers())
@@ -297,11 +297,11 @@ def restore_model(
         with outside_saved_tensors_hooks():
             yield
     finally:
-        # Read before it is put back, and all is put back whatever is found.
+        # Compared before everything is restored; it is restored whatever the comparison finds.
         changed, received = before.changed(), bool(before.arguments.changed())
         drawn = before.generators.changed()
         original.restore()
-        # It may hold casts of tensors that stood in for the weights.
+        # The cache may hold casts of the fake weights.
         torch.clear_autocast_cache()
     if not replayed:
         return
@@ -320,14 +320,14 @@ def restore_model(
         )
 
 
-# What stands for the forward pass of a model: a planned one, or the model itself.
+# The forward pass to run: a planned one, or the model itself.
 Forward = Callable[..., Any]
 Loss = Callable[[Any], torch.Tensor]
 
 
 def gradient_bytes(model: torch.nn.Module) -> int:
-    """Return the bytes of gradients that parameters have now; of sharded ones, those held here."""
-    # functional_call may swap in parameters that are no leaves; asked for `grad`, torch warns.
+    """Return the bytes of the parameters' current gradients; for shards, of this rank's part."""
+    # functional_call may swap in non-leaf parameters, and torch warns when their `grad` is read.
     held = (param.grad for param in model.parameters() if param.is_leaf and param.grad is not None)
     return sum(piece.nbytes for tensor in held for piece in pieces(tensor))
 
@@ -339,9 +339,9 @@ def wanted_bytes(model: torch.nn.Module) -> int:
 
 @dataclass(frozen=True)
 class Measured:
-    """A step's results, peak, the op that reached it, seconds; what its forward pass left live.
+    """A step's results, peak, the op that reached it, and its seconds.
 
-    output_bytes : of that, what it returned
+    left_bytes, output_bytes : bytes that its forward pass left live, and of these its outputs
     """
 
     results: dict[str, torch.Tensor | None]
@@ -352,15 +352,15 @@ class Measured:
     output_bytes: int = 0
 
     def waiting_bytes(self, arguments: Any) -> tuple[int, int]:
-        """What a pass holds until its backward pass; of that, input and output."""
+        """Return the bytes held from forward to backward pass, and of these input and output."""
         input_bytes = _held_bytes(tensors(arguments))
         return self.left_bytes + input_bytes, self.output_bytes + input_bytes
 
 
 def around(model: torch.nn.Module, forward: Callable[..., Any]) -> Forward:
-    """Return a function that calls a model with another forward, of model, args and kwargs.
+    """Return a function that calls a model with another forward(model, args, kwargs).
 
-    Hooks of the model run around it as around its own: FSDP2 gathers parameters in one.
+    The model's hooks run around it as around its own: FSDP2 gathers parameters in one.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -376,7 +376,7 @@ def _held_bytes(held: Sequence[torch.Tensor]) -> int:
 
 
 def device_of(model: torch.nn.Module) -> torch.device:
-    """Return where ops on the parameters run."""
+    """Return the device on which ops on the parameters run."""
     return working_device(next(iter(model.parameters())))
 
 
@@ -395,27 +395,27 @@ def run_step(
     scratch: Scratch | None = None,
     kernels: bool = False,
 ) -> Measured:
-    """Run forward and backward as users do; count live storages unless told not to.
+    """Run forward and backward as users do; count live storages unless `count` is False.
 
-    The forward pass runs under autocast where the caller does, the backward pass always outside of
-    it, as torch advises. A model that returns its loss by that name is trained on it; in place of
-    the loss of any other the outputs' gradients are random (1 for a scalar), always the same.
+    The forward pass runs under the caller's autocast, the backward pass always outside of it, as
+    torch advises. A model that returns a `loss` is trained on it; otherwise the outputs' gradients
+    are random but always the same (1 for a scalar).
 
     forward : called with the arguments
-    model : whose parameters and buffers are counted and returned
-    known, ignored : tensors that are counted besides the model's, and those that are not counted
-    loss : computes the loss from what the model returns; it runs where the forward pass does.
+    model : its parameters and buffers are counted and returned
+    known, ignored : tensors that are counted besides the model's, and tensors that are not counted
+    loss : computes the loss from what the model returns, in the context of the forward pass.
     accumulate : parameters have gradients from the start: zeros.
-    by_allocator : ask the device's allocator, which sees the buffers of compiled code as well
+    by_allocator : ask the device's allocator, which also sees the buffers of compiled code
     heard, scratch : as in StorageTracker
-    kernels : count what kernels take for themselves as well; on the CPU, by its allocator. Not
-        while the caller profiles: the allocator tells one profiler only.
+    kernels : also count kernels' scratch; on the CPU, by its allocator. Not while the caller
+        profiles, as the allocator reports to one profiler only.
     """
     args, kwargs = arguments
     device = device_of(model)
     inputs = tensors(arguments)
     for leaf in (*model.parameters(), *inputs):
-        # Dropped, not filled: others may hold the tensors.
+        # Dropped, not overwritten: others may hold the tensors.
         if leaf.is_leaf:
             leaf.grad = None
     if accumulate:
@@ -442,11 +442,11 @@ def run_step(
         outputs = tensors_of(returned, model)
         ends = [loss(returned)] if loss is not None else ends_of(returned, outputs)
     del returned
-    # What waits for the backward pass: what autograd saved, and the outputs.
+    # Held until the backward pass: tensors that autograd saved, and the outputs.
     left = tracker.live_bytes - tracker.start_bytes
     output_bytes = _held_bytes([leaf for leaf in outputs if isinstance(leaf, torch.Tensor)])
     output_gradients = _output_gradients(ends)
-    # They are allocated between the two contexts, where no tracker sees it.
+    # Allocated between the two contexts, so the tracker did not see them.
     for output_gradient in output_gradients:
         tracker.meet(output_gradient)
     with counting, outside_autocast():
@@ -468,11 +468,11 @@ def run_step(
 
 @contextmanager
 def restore_rng_state() -> Iterator[None]:
-    """Put the random number generators of torch, Python and NumPy back as they were."""
+    """Restore the random number generators of torch, Python and NumPy."""
     outside = Generators(OUTSIDE_TORCH.values())
     try:
         with ExitStack() as stack:
-            # With devices named: by default fork_rng takes all GPUs, and starts CUDA on them.
+            # Devices are passed, as fork_rng by default initializes CUDA on all GPUs.
             stack.enter_context(torch.random.fork_rng(devices=[]))
             for kind in in_use():
                 devices = range(getattr(torch, kind).device_count())
@@ -490,17 +490,17 @@ def restore_step(
     inputs_too: bool = True,
     written: Sequence[torch.Tensor] | None = None,
 ) -> Iterator[WrittenWeights]:
-    """Put parameters, gradients, buffers, attributes and random states back after a real step.
+    """Restore parameters, gradients, buffers, attributes and random states after a real step.
 
-    So are the tensors that modules have as attributes, and what lists, mappings and objects hold
-    that a forward pass or a hook may write to. Yields the watch for writes into parameters, as a
-    momentum encoder's forward does them. Inside, the model has other parameters that share the
-    memory of its own, so that hooks on the user's, an optimizer's step among them, do not run, and
-    tensors that the caller computed, and that modules or objects hold, are leaves.
+    Also restores tensors in module attributes, and the contents of lists, mappings and objects
+    that a forward pass or a hook may write to. Yields the watch for writes to parameters, e.g. by
+    the forward of a momentum encoder. Inside, the model has other parameters that share memory with
+    its own, so that hooks on the user's (e.g. an optimizer step) do not run, and tensors that the
+    caller computed and that modules or objects hold are leaves.
 
-    inputs_too : copy values of inputs, which a forward may scale in place, and put them back
-    written : the parameters that an earlier such step was seen to write to: nothing is watched
-        then, so that seconds are the step's own.
+    inputs_too : also restore the values of inputs, which a forward may scale in place
+    written : the parameters that an earlier such step wrote to; nothing is watched then, so that
+        the watch does not add to the seconds.
     """
     weights, input_tensors = list(model.parameters()), tensors(inputs)
     gradients = [(weight, weight.grad) for weight in (*weights, *input_tensors) if weight.is_leaf]
@@ -508,7 +508,7 @@ def restore_step(
         *weights,
         *(tensor for tensor in input_tensors if tensor.requires_grad or not inputs_too),
     ]
-    # With tensors in objects among the arguments, which torch's pytree does not look into.
+    # Includes tensors in argument objects, which torch's pytree does not look into.
     inside = StateSnapshot([("arguments", inputs)]).values()
     before = ModelSnapshot(model, inputs, (*model.buffers(), *input_tensors, *inside), spared)
     overwritten = Values(written or (), ())
@@ -546,9 +546,9 @@ def measured_step(
     written: Sequence[torch.Tensor] | None = None,
     **settings: Any,
 ) -> Measured:
-    """Run a step as `run_step` does, with the same settings, and leave the model as it was.
+    """Run a step by `run_step`, with the same settings, and restore the model.
 
-    Parameters that it writes to, as a momentum encoder does, are results as buffers are.
+    Like buffers, parameters that it writes to, e.g. those of a momentum encoder, are results.
 
     written : as in `restore_step`
     """
@@ -565,8 +565,8 @@ def measured_step(
 
 
 def _output_gradients(ends: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return gradients for outputs, always the same."""
-    # Not `ones_like`: ones are values that a trace without values knows, and goes on with.
+    """Return gradients for outputs, the same in each call."""
+    # Not `ones_like`: a trace without values knows that they are ones, and would use that.
     gradients = [torch.empty_like(end) for end in ends]
     for place, gradient in enumerate(gradients):
         if gradient.dim():

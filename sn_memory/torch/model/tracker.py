@@ -88,7 +88,7 @@ class StorageTracker(TorchDispatchMode):
         self._scratch, self._moved = scratch, moved
         self.live_bytes = self.peak_bytes = 0
         self.peak_op = "start"
-        # Per storage that lives: who tells when it is gone; its bytes, and those it counts with.
+        # Per live storage: a reference that reports its end; its bytes, actual and as counted.
         self._held: dict[int, weakref.ref[Any]] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
@@ -98,7 +98,7 @@ class StorageTracker(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Tell torch.compile that compiled code runs under it as any other."""
+        """Let torch.compile run compiled code under this mode."""
         return True
 
     def __torch_dispatch__(
@@ -135,7 +135,7 @@ class StorageTracker(TorchDispatchMode):
                 tracker._sample("resize_")
             return result
 
-        # FSDP2 frees what it gathered, and allocates it again, by this alone: no op is called.
+        # FSDP2 frees gathered parameters and allocates them again by this method; no op is called.
         torch.UntypedStorage.resize_ = resize_
         return super().__enter__()
 
@@ -144,7 +144,7 @@ class StorageTracker(TorchDispatchMode):
         return super().__exit__(*error)
 
     def meet(self, tensor: torch.Tensor) -> None:
-        """Count a tensor from now on, if it was not yet; again, if it has another size now."""
+        """Start to count a tensor; if it is counted already, update its size."""
         if tensor.layout is not torch.strided or is_traceable_wrapper_subclass(tensor):
             for piece in pieces(tensor):
                 self.meet(piece)
@@ -174,23 +174,22 @@ class StorageTracker(TorchDispatchMode):
             if self._moved is not None:
                 self._moved(key, 0)
 
-        # It lives as long as any tensor that lies in the storage.
+        # The storage object lives as long as any tensor that uses it.
         self._held[key] = weakref.ref(memory, gone)
 
 
 class AllocationTracker:
-    """Counts the bytes that torch's CPU allocator holds, from those of known tensors on.
+    """Counts the bytes that torch's CPU allocator holds, starting from those of known tensors.
 
-    known : tensors that are there already; counted from the start.
-    kernels : count what an op takes and gives back by itself as well. Otherwise, as in
-        StorageTracker, the sum is looked at when an op has ended, and at each allocation outside of
-        ops.
-    device : whose memory is counted. One apart from the host tells its peak, kernels' too, and no
-        op.
+    known : existing tensors; counted from the start.
+    kernels : also count what an op allocates and frees internally. Otherwise, as in StorageTracker,
+        the sum is sampled at the end of each op, and at each allocation outside of ops.
+    device : the device whose memory is counted. If it has memory of its own, its allocator reports
+        the peak, including kernels' scratch, but not the op.
 
     start_bytes, live_bytes, peak_bytes : at the start, when the context was last left, and the most
         so far
-    peak_op : the op, or the compiled region, that the peak was reached in
+    peak_op : the op, or the compiled region, that reached the peak
     """
 
     def __init__(
@@ -206,11 +205,11 @@ class AllocationTracker:
         self.peak_op = "start"
 
     def meet(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that was made outside of the context."""
+        """Count a tensor that was created outside of the context."""
         self.live_bytes += tensor.untyped_storage().nbytes()
 
     def __enter__(self) -> AllocationTracker:
-        # Older garbage that is collected meanwhile would count as freed by what runs.
+        # Collecting older garbage meanwhile would count as memory freed by what runs.
         self._collects = gc.isenabled()
         gc.disable()
         if self._device is not None:
@@ -240,7 +239,7 @@ class AllocationTracker:
             self._read(thread)
 
     def _read(self, events: Iterable[Any]) -> None:
-        # Names of what runs, from the outside in; ops are what has a namespace.
+        # Names of the running records, outermost first; ops are those with a namespace.
         stack: list[str] = []
         op: int | None = None
         for event in events:
@@ -266,7 +265,7 @@ class AllocationTracker:
 
 
 def is_profiled() -> bool:
-    """Whether this thread is profiled already; an AllocationTracker would raise RuntimeError."""
+    """Whether this thread is already profiled; an AllocationTracker would raise RuntimeError."""
     return bool(torch._C._autograd._profiler_enabled())
 
 
@@ -279,5 +278,5 @@ def measured_bytes(run: Callable[[], Any], device: torch.device) -> int:
     return max(0, tracker.peak_bytes - tracker.live_bytes)
 
 
-# Of ops that reach kernels; autograd's own records have names with colons too.
+# Namespaces of ops that reach kernels; autograd's own records have names with colons too.
 _NAMESPACES = ("aten", "mkldnn", "prims", "inductor", "quantized", "torchvision", "mkl")

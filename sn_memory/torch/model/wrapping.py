@@ -1,8 +1,8 @@
-"""The class of a planned model: its model's own, with another forward.
+"""The class of a planned model: a subclass of the model's class with another forward.
 
-That forward has the signature, annotations and docstring of the class's own, by which trainers and
-text generation choose the arguments to pass. What cannot be planned whatever the sample is refused
-here, too.
+This forward has the signature, annotations and docstring of the original, as trainers and text
+generation inspect these to choose the arguments they pass. Whatever cannot be planned with any
+sample is also rejected here.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from .signature import tensors
 
 RECORD = "sn_memory"
 _PLAIN = "_sn_memory_plain_class"
-# Methods by which trainers turn on checkpointing in models of transformers and diffusers.
+# Methods with which trainers enable checkpointing in models of transformers and diffusers.
 _CHECKPOINTING = (
     "activation_checkpointing_enable",
     "gradient_checkpointing_enable",
     "enable_gradient_checkpointing",
 )
-# Models of one class stay of one when they are planned: `torch.func.stack_module_state` and
-# comparisons of `type` expect it. Kept while one of them lives.
+# Models of the same class have the same planned class, as `torch.func.stack_module_state` and
+# comparisons of `type` expect. An entry lives as long as one of its models.
 _PLANNED: WeakValueDictionary[tuple[Any, ...], type[torch.nn.Module]] = WeakValueDictionary()
 
 
 def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
-    """Return a class like a model's, under its name, whose forward is `run_planned` of the mixin.
+    """Return a subclass of the model's class, with its name, whose forward is mixin.run_planned.
 
-    An instance without a record is plain: for example a copy, whose forward others have replaced by
-    a function that calls this one.
+    An instance without a record is plain: e.g. a copy whose forward was replaced by a function that
+    calls this one.
     """
     kind = type(model)
     present = tuple(name for name in _CHECKPOINTING if hasattr(model, name))
-    # Another forward, put on the class since, has another signature.
+    # A forward assigned to the class later has another signature.
     key = (kind, kind.forward, mixin, present)
     planned = _PLANNED.get(key)
     if planned is not None:
@@ -53,7 +53,7 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
     def run(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if RECORD not in model.__dict__:
             return kind.forward(model, *args, **kwargs)
-        # Releases before have no `is_exporting`; there the next check refuses.
+        # Older releases have no `is_exporting`; there the next check raises.
         exporting = getattr(torch.compiler, "is_exporting", bool)()
         if exporting or (torch.jit.is_tracing() and torch.is_grad_enabled()):
             raise exported(kind)
@@ -64,7 +64,7 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
                 "which compiles the model as planned, and call that; or leave it out: "
                 "torch.compiler.disable(model)."
             )
-        # After Dynamo, to which arguments are none of Python's objects.
+        # After the check for Dynamo, in which arguments are not Python objects.
         if _is_symbolic(args, kwargs):
             raise exported(kind)
         return mixin.run_planned(model, kind.forward, args, kwargs)  # type: ignore[attr-defined]
@@ -83,7 +83,7 @@ def planned_class(model: torch.nn.Module, mixin: type) -> type[torch.nn.Module]:
 
 
 def exported(kind: type[torch.nn.Module]) -> TraceError:
-    """Return the refusal of what takes a planned model for its code."""
+    """Return the error for exporters given a planned model."""
     return TraceError(
         f"torch.export, torch.jit, torch.fx or an exporter to ONNX was given a planned "
         f"{kind.__name__}, whose plan is for training on this machine. Export the model "
@@ -98,20 +98,20 @@ def uninitialized(kind: type[torch.nn.Module]) -> torch.nn.Module:
 
 
 def plain_class(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Return what a planned class was made from; any other as it is."""
+    """Return the class that a planned class derives from; other classes as they are."""
     cls: type[torch.nn.Module] = getattr(kind, _PLAIN, kind)
     return cls
 
 
 def plain_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a planned model as it was before; any other as it is."""
+    """Return a planned model as it was before planning; other models as they are."""
     if RECORD not in model.__dict__:
         return model
     plain = uninitialized(plain_class(type(model)))
     for key, value in model.__dict__.items():
         if isinstance(value, MethodType) and value.__self__ is model:
-            # A forward that others have put on the instance, as accelerate does for autocast: bound
-            # to the planned model it would run the plan.
+            # A forward assigned to the instance, as accelerate does for autocast. Bound to the
+            # planned model it would run the plan.
             value = MethodType(value.__func__, plain)
         if key != RECORD:
             plain.__dict__[key] = value
@@ -120,10 +120,10 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def inner_model(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a planned model as it was before, for use inside its forward.
+    """Return a planned model as it was before planning, for use inside its forward.
 
-    A forward that others have put on the instance is left out: it runs around the planned one
-    already, and contexts that it enters may not be reentrant. Its autocast is on by then.
+    A forward assigned to the instance is left out: it already runs around the planned one, and
+    contexts that it enters may not be reentrant. Its autocast is already on.
     """
     inner = plain_model(model)
     inner.__dict__.pop("forward", None)
@@ -131,16 +131,16 @@ def inner_model(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether a model was given to torch.compile, by either of its ways."""
-    # Under the second name model.compile() keeps the compiled call.
+    """Whether a model is compiled, by torch.compile(model) or by model.compile()."""
+    # model.compile() stores the compiled call under this name.
     stand_in = model.__dict__.get("_compiled_call_impl")
     return type(model).__name__ == "OptimizedModule" or stand_in is not None
 
 
 def as_written(model: torch.nn.Module, *, keep: bool) -> tuple[torch.nn.Module, bool]:
-    """Return the model as it was before torch.compile, and whether that had it.
+    """Return the model as it was before torch.compile, and whether it was compiled.
 
-    The model that was passed in stays compiled. With `keep=False` it is returned as it is.
+    The model passed in stays compiled. With `keep=False` it is returned as it is.
     """
     if not keep or not is_compiled(model):
         return model, False
@@ -156,12 +156,12 @@ def as_written(model: torch.nn.Module, *, keep: bool) -> tuple[torch.nn.Module, 
 
 
 def _ignored(kind: Any, name: str) -> Callable[..., Any]:
-    """Return a method that turns on checkpointing in plain instances, and warns in planned ones."""
+    """Return a method that enables checkpointing in plain instances, and warns in planned ones."""
     own = getattr(kind, name, None)
 
     def enable(self: Any, *args: Any, **kwargs: Any) -> Any:
         if RECORD not in self.__dict__:
-            # Models of PEFT have it from a module inside.
+            # PEFT's models get the method from an inner module.
             original = kind.__getattr__(self, name) if own is None else partial(own, self)
             return original(*args, **kwargs)
         warn(
@@ -175,25 +175,25 @@ def _ignored(kind: Any, name: str) -> Callable[..., Any]:
 
 
 def _is_symbolic(args: Any, kwargs: Any) -> bool:
-    """Whether torch.fx calls a forward with stand-ins, as `prepare_qat_fx` has it do."""
-    # Of the outermost module one stands for all arguments.
+    """Whether torch.fx calls a forward with proxies, e.g. in `prepare_qat_fx`."""
+    # The outermost module gets one proxy for all arguments.
     passed = (args,) if isinstance(args, torch.fx.Proxy) else (*args, *kwargs.values())
     return any(isinstance(value, torch.fx.Proxy) for value in passed)
 
 
 def is_in_compiled() -> bool:
-    """Whether Dynamo traces what runs here, or runs it because it could not be traced."""
-    # Where tracing ended in an error, ours among them, the same code runs under the callback.
+    """Whether Dynamo traces this code, or runs it because it could not be traced."""
+    # After an error in tracing, e.g. one of ours, the same code runs under the callback.
     return torch.compiler.is_dynamo_compiling() or callable(eval_frame.get_eval_frame_callback())
 
 
 def _is_compiled(record: Any) -> bool:
-    """Whether torch.compile traces what runs here, or runs it because it could not be traced."""
+    """Whether torch.compile traces this code, or runs it because it could not be traced."""
     if is_in_compiled():
         return True
     if not torch.compiler.is_compiling():
         return False
-    # One flag for all threads: another may compile a step of this model, which it does locked.
+    # All threads share the flag: another may be compiling a step of this model, under the lock.
     with record.lock:
         return torch.compiler.is_compiling()
 
@@ -204,11 +204,11 @@ def _disguised(run: Callable[..., Any], original: Callable[..., Any]) -> Callabl
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return run(self, args, kwargs)
 
-    # Annotations may be strings, which `typing` looks up among the globals of a function.
+    # Annotations may be strings, which `typing` looks up in the function's globals.
     theirs = getattr(inspect.unwrap(original), "__globals__", {})
     function = FunctionType(forward.__code__, theirs, forward.__name__, None, forward.__closure__)
     update_wrapper(function, original)
-    # Who unwraps functions, as accelerate does, would get past the plan by it.
+    # Code that unwraps functions, as accelerate does, would bypass the plan.
     del function.__wrapped__  # type: ignore[attr-defined]
     # A function written in C may have no signature.
     with suppress(TypeError, ValueError):
@@ -217,7 +217,7 @@ def _disguised(run: Callable[..., Any], original: Callable[..., Any]) -> Callabl
 
 
 def check_model(model: Any) -> None:
-    """Raise TypeError for what is no instance of a module, TraceError where nothing trains."""
+    """Raise TypeError for anything but a module, TraceError for a module that cannot be trained."""
     if isinstance(model, type):
         raise TypeError(
             f"got the class {model.__name__} as model, expected an instance of it. Make one: "
@@ -248,7 +248,7 @@ def check_model(model: Any) -> None:
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raise TypeError for what is neither an optimizer nor a class or function that returns one."""
+    """Raise TypeError for anything but an optimizer or a class or function that returns one."""
     if optimizer is None or callable(optimizer) or hasattr(optimizer, "param_groups"):
         return
     known = {name.lower(): name for name in dir(torch.optim) if name[0].isupper()}
@@ -259,7 +259,7 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def check_memory(model: torch.nn.Module, arguments: Any, why: str) -> None:
-    """Raise TraceError for a model or a sample on the meta device; why : what needs values."""
+    """Raise TraceError for a model or sample on the meta device; `why` says what needs values."""
     if any(tensor.is_meta for tensor in (*tensors(arguments), *model.parameters())):
         raise TraceError(
             f"{why}, and the model or the sample is on the meta device. Pass them with memory, or "
@@ -269,7 +269,7 @@ def check_memory(model: torch.nn.Module, arguments: Any, why: str) -> None:
 
 @contextmanager
 def explained(arguments: Any) -> Iterator[None]:
-    """Name the arguments that were made in inference mode where autograd refuses one."""
+    """Turn autograd's error about an inference tensor into one that names the argument."""
     try:
         yield
     except Exception as error:

@@ -1,1 +1,1 @@
-"""A plan as a selective-checkpoint policy: what a block saves, for torch's own executor."""
+"""Plans as selective-checkpoint policies: what blocks save under torch's own checkpointing."""

@@ -1,14 +1,14 @@
-"""What each block saves within a budget, by the seconds that a saved byte spares.
+"""Choose what each block saves within a budget, by the seconds spared per saved byte.
 
-Under torch's selective checkpointing a second run computes every op that is not saved, so a saved
-result spares its op's own seconds, whatever else is saved; and it is held from its block's forward
-pass until that block runs again. So this is a knapsack with one bound for each stretch of a step.
-The sum of bytes is a model: the executor, run without values, has the last word, and where it holds
-more than the model predicts, the bound of that stretch is lowered by as much.
+Under torch's selective checkpointing a rerun computes every op whose result is not saved, so a
+saved result spares the seconds of its op, whatever else is saved; it is held from its block's
+forward pass until the block is rerun. So this is a knapsack with one bound for each stretch of a
+step. The sum of bytes is a model: the executor is run on fake tensors to check it, and if it holds
+more than predicted, the bound of that stretch is lowered by the difference.
 
 Under torch.compile fused kernels write fewer values to memory than eager ops do, so the eager peak
-is too high: each choice is compiled and run once, and if that holds more or less than was asked
-for, another choice is made for as much less or more.
+is too high: each choice is compiled and run once, and if it holds more or less than the budget,
+another choice is made for a budget corrected by the difference.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ from ..model.signature import tensors
 from .predict import Saved, Selection, Step
 from .watch import Block, Result
 
-# A block that does not run again at all.
+# A block that is not rerun at all.
 KEPT = None
 # What is saved: per block the numbers of its results, or KEPT.
 Choice = dict[str, set[int] | None]
-# Rounds of `Chooser.within` at most: each runs a step of the executor without values.
+# Most rounds of `Chooser.within`; each runs a step of the executor on fake tensors.
 _ROUNDS = 8
 
 
 @dataclass
 class Found:
-    """A choice that was tried: the executor's step with it, and the seconds of second runs."""
+    """A choice that was tried: the executor's step with it, and the seconds of reruns."""
 
     choice: Choice
-    selection: Selection  # the same, as the executor takes it
+    selection: Selection  # the choice in the form that the executor takes
     step: Step
     rerun_s: float
 
 
 class Chooser:
-    """Finds choices for the blocks of one cut; `tried` runs the executor without values."""
+    """Finds choices for the blocks of one cut; `tried` runs the executor on fake tensors."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class Chooser:
         self.nothing = self.outcome({path: set() for path in blocks})
 
     def rerun_s(self, choice: Choice) -> float:
-        """Return the seconds of all second runs."""
+        """Return the seconds of all reruns."""
         total = 0.0
         for path, chosen in choice.items():
             if chosen is not KEPT:
@@ -86,7 +86,7 @@ class Chooser:
         }
 
     def within(self, budget_bytes: int) -> Found | None:
-        """Return the fastest choice found that keeps a budget; None if none does."""
+        """Return the fastest choice found within a budget; None if there is none."""
         if self.nothing.step.peak_bytes > budget_bytes:
             return None
         best: Found | None = None
@@ -105,7 +105,7 @@ class Chooser:
                     break
                 best = start = tried
                 continue
-            # Where the executor held more than predicted, there is as much less room.
+            # If the executor held more than predicted, reduce the room by the difference.
             for key, peak in _peaks(tried.step).items():
                 if peak > budget_bytes:
                     lowered[key] += peak - budget_bytes
@@ -113,8 +113,8 @@ class Chooser:
         return best
 
     def filled(self, start: Choice, rooms: _Rooms) -> Choice:
-        """Return a choice with as much more as there is room for: the faster of two orders."""
-        # Single results may take the room of a whole block that saves more, and the reverse.
+        """Return a choice extended as far as there is room: the faster of two orders."""
+        # Single results may take the room of a whole block that would spare more, and vice versa.
         choices = [self._filled(start, rooms.copy(), blocks_first=first) for first in (False, True)]
         return min(choices, key=self.rerun_s)
 
@@ -131,7 +131,7 @@ class Chooser:
                 spared = self.seconds[result.call]
                 if number not in chosen and spared > 0:
                     items.append((spared / max(1, result.bytes), rooms.first(path), path, number))
-        # Of equal ones those of later blocks first, which are held for a shorter time.
+        # Among equals, later blocks come first, as their results are held for a shorter time.
         for _, _, path, number in sorted(items, reverse=True):
             result = self.blocks[path].results[number]
             if rooms.take(path, result.bytes, result.beyond_bytes):
@@ -142,7 +142,7 @@ class Chooser:
         return choice
 
     def _keep_whole(self, choice: Choice, rooms: _Rooms) -> None:
-        """Keep whole blocks for which there is room for all that autograd saves."""
+        """Keep whole blocks where there is room for all that autograd saves."""
         blocks = []
         for path, chosen in choice.items():
             if chosen is not KEPT:
@@ -167,7 +167,7 @@ class _Rooms:
         self.room = np.array(
             [budget_bytes - peak - lowered.get(key, 0) for key, peak in peaks.items()]
         )
-        # Per block, where what it saves is held, and its second run: one span for each call.
+        # Per block, the stretches that hold its saved results, and its rerun: one span per call.
         self._spans: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
         backward: dict[str, list[int]] = defaultdict(list)
         for at, (path, phase, _) in enumerate(peaks):
@@ -175,7 +175,7 @@ class _Rooms:
                 backward[path].append(at)
         for at, (path, phase, _) in enumerate(peaks):
             if path and phase == "forward":
-                # Second runs come in reverse order: the first call has the last of them.
+                # Reruns come in reverse order: the first call has the last one.
                 own = backward[path].pop() if backward[path] else -1
                 self._spans[path].append((at, own if own >= 0 else len(peaks), own))
 
@@ -185,11 +185,11 @@ class _Rooms:
         return rooms
 
     def first(self, path: str) -> int:
-        """Return where a block is first called."""
+        """Return the stretch in which a block is first called."""
         return self._spans[path][0][0] if path in self._spans else -1
 
     def take(self, path: str, held_bytes: int, beyond_bytes: int) -> bool:
-        """Take bytes from where they are held, if there is room for them."""
+        """Take bytes from the stretches that hold them, if there is room in all of them."""
         need = np.zeros_like(self.room)
         for begin, end, own in self._spans.get(path, ()):
             need[begin:end] += held_bytes
@@ -209,7 +209,7 @@ def _is_better(one: Found, other: Found | None) -> bool:
 
 
 def _peaks(step: Step) -> dict[tuple[str, str, int], int]:
-    """Return the peak of each stretch, by its block, its phase, and a number among those."""
+    """Return the peak of each stretch, by block, phase, and number among stretches of that kind."""
     peaks: dict[tuple[str, str, int], int] = {}
     numbers: Counter[tuple[str, str]] = Counter()
     for stretch in step.stretches:
@@ -220,7 +220,7 @@ def _peaks(step: Step) -> dict[tuple[str, str, int], int]:
 
 
 def saved_of(results: Iterable[Result]) -> Saved:
-    """Return results as a policy names them: per op the numbers of its calls."""
+    """Return results in a policy's form: per op the numbers of its calls."""
     numbers: defaultdict[str, list[int]] = defaultdict(list)
     for result in results:
         numbers[result.op].append(result.number)
@@ -228,10 +228,10 @@ def saved_of(results: Iterable[Result]) -> Saved:
 
 
 def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> int:
-    """Return the most live bytes of a forward and backward pass of a model under torch.compile.
+    """Return the peak live bytes of a forward and backward pass of a model under torch.compile.
 
-    model : it is compiled and run once, and stays as it is; its checkpoints stay in force
-    arguments : positional and by keyword: real tensors
+    model : compiled and run once, but not changed; its checkpoints stay in effect
+    arguments : positional and by keyword, with real tensors
 
     Raises TraceError if torch.compile breaks the model into several graphs, or if no gradient is
     wanted.
@@ -247,9 +247,9 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
         inputs = list(inputs)
         unused = storage_bytes(known) - storage_bytes(tensors(inputs))
-        # Above any peak, so that nothing runs again but what the policy says.
+        # A budget above any peak, so that only what the policy says is recomputed.
         request = Settings(1 << 62, False, False, resident_bytes=max(0, unused))
-        # The backward pass is traced outside of autocast, where users call it.
+        # The backward pass is traced outside of autocast, as users call it.
         with functorch_config.patch(backward_pass_autocast="off"):
             compiled_search = Search(module, inputs, request)
         if compiled_search.plain is not None:
@@ -261,7 +261,7 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
         return ready
 
     compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
-    # Each try compiles the same forward once more, and dynamo's limit is eight.
+    # Each try compiles the same forward again, and Dynamo's limit is eight.
     patched = torch._dynamo.config.patch(recompile_limit=1 << 20)
     with until_ready(), patched, of_fixed_sizes(arguments):
         compiled(*args, **kwargs)
@@ -270,18 +270,18 @@ def compiled_peak(model: torch.nn.Module, arguments: tuple[tuple[Any, ...], dict
     return peaks[0]
 
 
-# Choices that are measured for one budget and one cut.
+# Most choices that are measured for one budget and one cut.
 _TRIES = 4
-# A choice that leaves at most this part of the budget unused is good enough.
+# A choice is good enough if it leaves at most this share of the budget unused.
 _NEAR = 0.01
 
 
 def shell(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a copy of the modules of a model, with its own parameters and buffers in them."""
+    """Return a copy of the model's modules that shares its parameters and buffers."""
     known: dict[int, torch.nn.Module] = {}
 
     def copied(module: torch.nn.Module) -> torch.nn.Module:
-        # A module that is in two places is one module in the copy as well.
+        # A module used in two places is one module in the copy, too.
         if id(module) not in known:
             copy = known[id(module)] = object.__new__(type(module))
             copy.__dict__.update(module.__dict__)
@@ -297,7 +297,7 @@ class CompiledPeaks:
     """Peaks of a model under torch.compile, by what its blocks save.
 
     model, arguments : as in `compiled_peak`
-    held : bytes besides the step
+    held : bytes held in addition to the step's
     wrapped : wraps blocks of a model in checkpoints
     """
 
@@ -313,7 +313,7 @@ class CompiledPeaks:
         self.plain_bytes = self.of({}) - held
 
     def of(self, selection: Selection) -> int:
-        """Return the peak with a selection; it is compiled and run for it."""
+        """Return the peak with a selection, measured by compiling and running the model."""
         self.measured += 1
         report_progress("compile", self.measured, self.measured + 1)
         wrapped = self.wrapped(shell(self.model), selection)
@@ -327,18 +327,18 @@ class CompiledPeaks:
     def within(self, chooser: Chooser, nothing: Found, budget_bytes: int) -> Found | None:
         """Return the fastest choice found whose compiled step keeps a budget.
 
-        nothing : the choice that saves nothing, measured
-        budget_bytes : without `held`
+        nothing : the choice that saves nothing, as measured
+        budget_bytes : excluding `held`
         """
         if nothing.step.peak_bytes > budget_bytes:
             return None
         best = nothing
         if self.plain_bytes <= budget_bytes:
-            # Everything is kept, which is the step without a policy.
+            # Everything fits, so this is the step without a policy.
             everything = chooser.within(1 << 62)
             assert everything is not None
             return replace(everything, step=replace(everything.step, peak_bytes=self.plain_bytes))
-        # Saved results take the same bytes in both, so the peaks grow together.
+        # Saved results take the same bytes in eager and compiled steps, so both peaks grow alike.
         asked = budget_bytes + chooser.nothing.step.peak_bytes - nothing.step.peak_bytes
         low, high = chooser.nothing.step.peak_bytes, 1 << 62
         for _ in range(_TRIES):
@@ -355,8 +355,8 @@ class CompiledPeaks:
                     break
             else:
                 high = min(high, asked)
-            # As if a byte more in eager were a byte more compiled; but between what kept the budget
-            # and what did not, so that no amount is asked for twice.
+            # Assumes that a byte more in eager is a byte more when compiled; clamped between what
+            # kept the budget and what did not, so that no amount is tried twice.
             asked = min(max(asked - over, low + 1), high - 1)
             if asked <= low or asked >= high:
                 break

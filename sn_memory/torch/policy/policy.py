@@ -39,11 +39,11 @@ _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 
 
 def rows(model: torch.nn.Module) -> list[tuple[str, ...]]:
-    """Return cuts of a model into blocks, each as paths of modules, the coarsest first.
+    """Return ways to cut a model into blocks, each as paths of modules, the coarsest first.
 
-    A block is a module in a row (Sequential, ModuleList) that has modules itself; if rows are
-    nested, the outermost make one cut and the innermost another. A model without any is cut into
-    its own modules.
+    A block is an item of a Sequential or ModuleList that has submodules; if these are nested, the
+    outermost blocks make one cut and the innermost another. A model without any is cut into its
+    own child modules.
     """
     names = {module: path for path, module in model.named_modules() if module is not model and path}
     paths = [
@@ -62,9 +62,9 @@ def rows(model: torch.nn.Module) -> list[tuple[str, ...]]:
 
 
 def named(model: torch.nn.Module, blocks: Sequence[Any]) -> tuple[str, ...]:
-    """Return the paths of the blocks that a user names: paths, classes or modules.
+    """Return the paths of the blocks that a user passes: paths, classes or modules.
 
-    Raises TraceError where one is none of the model's, or lies within another.
+    Raises TraceError if one is not part of the model, or is nested in another.
     """
     paths = {path: module for path, module in model.named_modules() if path}
     blocks_named: list[str] = []
@@ -171,7 +171,7 @@ class SelectivePolicy:
 
 
 def _key(saved: Mapping[str, Saved]) -> str:
-    # Another torch may call other ops in a block, and what is saved is known by their numbers.
+    # Another torch version may call other ops in a block, and results are known by call numbers.
     text = json.dumps([list(saved.items()), torch.__version__], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -186,7 +186,7 @@ def _wrapped(model: torch.nn.Module, saved: Mapping[str, Saved], key: str) -> to
                 f"the {type(model).__name__} has no block {path!r}; expected a model like the one "
                 "the policy was made for."
             ) from error
-        # torch's wrapper, as it hides itself from the names of parameters and the state dict.
+        # torch's wrapper leaves the names of parameters and the state dict unchanged.
         wrapped = checkpoint_wrapper(block, context_fn=context_fn(results, f"{key}/{path}"))
         setattr(model.get_submodule(parent), name, wrapped)
     return model
@@ -197,7 +197,7 @@ def _selected(model: torch.nn.Module, selection: Selection) -> torch.nn.Module:
     return _wrapped(model, saved, _key(saved))
 
 
-# A model of transformers that returns keys and values passes the same cache to each layer.
+# A model of transformers that caches keys and values passes the same cache to each layer.
 _WITHOUT_CACHE = "For a cache, pass use_cache=False in the sample, or set it in the config. "
 
 
@@ -259,7 +259,7 @@ def checkpoint_policy(
     held = resident_bytes(model, optimizer)
     known: list[torch.Tensor] = []
     scratch = scratch_of_steps(device_of(model), profile=profile)
-    # The step without a policy, of which a percentage is a part.
+    # The step without a policy, to which a percentage refers.
     plain = predicted(model, arguments, {}, known, scratch)
     peaks = CompiledPeaks(model, arguments, held, _selected) if compiled else None
     plain_bytes = held + (plain.peak_bytes if peaks is None else peaks.plain_bytes)
@@ -288,10 +288,10 @@ def checkpoint_policy(
         choice = chooser.within(room) if peaks is None else peaks.within(chooser, nothing, room)
         if choice is not None and (best is None or choice.rerun_s < best.rerun_s):
             best, forward_s = choice, sum(seconds)
-        # Everything fits without a policy, so that no cut is better.
+        # Everything fits without a policy, so no other cut can be better.
         if plain_bytes <= budget_bytes:
             break
-    # No cut has a block that can run again: one sentence for each reason.
+    # No cut has a block that can be rerun: list the blocks for each reason.
     if smallest is None:
         paths_of: dict[str, list[str]] = {}
         for path, reason in reasons.items():

@@ -1,14 +1,13 @@
-"""What a step with a policy will hold: torch's own executor, run on tensors without values.
+"""Predict the memory of a step with a policy by running torch's own executor on fake tensors.
 
-Where each block's forward pass and second run begin is noted, so that the most live bytes of each
-stretch between them are known.
+The starts of each block's forward pass and rerun are noted, which gives the peak of each stretch
+between them.
 
-torch's selective checkpointing asks a policy at each op of the forward pass, and looks saved
-results up in the second run by (op, number of the call). Two things it leaves to its users: what a
-second run writes is written twice (statistics of batch norm, counters), and a dropout is one op
-under torch.compile and four in eager, so that later calls of the same ops would get other numbers.
-Here a second run does not write to tensors that exist before it, and the ops of a dropout do not
-count.
+torch's selective checkpointing calls a policy at each op of the forward pass, and looks up saved
+results in the rerun by (op, number of the call). It leaves two problems to its users: writes of a
+rerun happen twice (statistics of batch norm, counters), and a dropout is one op under torch.compile
+and four in eager, so that later calls of the same ops would get other numbers. Here a rerun does
+not write to tensors that exist before it, and the ops of a dropout do not count.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Saved = Mapping[str, tuple[int, ...]]
 
 
 class Numbers:
-    """Numbers calls of ops as both eager torch and torch.compile see them."""
+    """Numbers calls of ops such that eager torch and torch.compile agree."""
 
     def __init__(self) -> None:
         self._count: Counter[str] = Counter()
@@ -63,7 +62,7 @@ class Numbers:
 def contexts(saved: Saved, begins: Callable[[], None] = lambda: None) -> tuple[Any, Any]:
     """Return the contexts of one call of a block: a `context_fn` of `torch.utils.checkpoint`.
 
-    begins : called when the second run begins
+    begins : called when the rerun begins
     """
     numbers = Numbers()
     kept = {op: frozenset(calls) for op, calls in saved.items()}
@@ -79,15 +78,15 @@ def contexts(saved: Saved, begins: Callable[[], None] = lambda: None) -> tuple[A
 
 
 def context_fn(saved: Saved, key: str) -> Any:
-    """Return the `context_fn` of a block; `key` stands for it in the cache of torch.compile."""
+    """Return the `context_fn` of a block; `key` identifies it in torch.compile's cache."""
     context_of = partial(contexts, saved)
     context_of.cache_hash = key  # type: ignore[attr-defined]
     return context_of
 
 
-# torch keeps the constructor of its class, which is private, for others that derive from it, too.
+# torch keeps the constructor of this private class stable, as others derive from it, too.
 class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
-    """Returns saved results; skips calls that would write a second time."""
+    """Returns saved results in a rerun; skips calls that would write a second time."""
 
     def __init__(self, storage: Any, begins: Callable[[], None]) -> None:
         super().__init__(None, storage)
@@ -95,7 +94,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         self._outputs: set[int] = set()
 
     def __enter__(self) -> Any:
-        # A graph that is retained runs backward once more, with another second run.
+        # A retained graph may run backward again, with another rerun.
         self._outputs.clear()
         self._begins()
         return super().__enter__()
@@ -107,7 +106,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
         if not isinstance(func, torch._ops.OpOverload):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if into := self._written_before(func, args, kwargs):
-            # Counted nevertheless, so that later calls have their numbers.
+            # Counted nevertheless, so that later calls get the right numbers.
             self.func_counter[func] += 1
             return into[0] if len(into) == 1 else tuple(into)
         named = named_arguments(func, args, kwargs)
@@ -122,7 +121,7 @@ class SecondRun(_CachedTorchDispatchMode):  # type: ignore[misc]
     def _written_before(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """Return what a call writes to, if all of it existed before the second run."""
+        """Return the tensors that a call writes to, if all of them existed before the rerun."""
         into = written_to(func, args, kwargs)
         return into if into and all(_key(tensor) not in self._outputs for tensor in into) else []
 
@@ -131,15 +130,16 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-# Per block, what is saved of it; None for one that does not run again.
+# Per block, its saved results; None for a block that is not rerun.
 Selection = Mapping[str, Saved | None]
 
 
 @dataclass
 class Stretch:
-    """A part of a step that begins with a block's forward pass or, `backward`, with its second run.
+    """A part of a step that begins with a block's forward pass or (phase `backward`) its rerun.
 
-    peak_bytes, gradient_bytes : the most live bytes; of the parameters' gradients at its start
+    peak_bytes : the most live bytes
+    gradient_bytes : bytes of the parameters' gradients at its start
     """
 
     path: str
@@ -164,10 +164,10 @@ def predicted(
     known: list[torch.Tensor],
     scratch: Scratch,
 ) -> Step:
-    """Return what a step holds in which blocks run again, with what is saved of each.
+    """Return the memory of a step whose blocks are rerun with a selection of saved results.
 
     known : tensors that count besides the model's and the arguments
-    scratch : returns the scratch memory of a kernel
+    scratch : returns the scratch bytes of a kernel
     """
     step = Step(stretches=[Stretch("", "forward")])
 
@@ -183,7 +183,7 @@ def predicted(
 
     def started(path: str, phase: str) -> None:
         if len(step.stretches) == 1:
-            # Not before the step runs: inside, the model has parameters without values.
+            # Only once the step runs, as the model then has its fake parameters.
             for parameter in model.parameters():
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(accumulated)
@@ -199,17 +199,17 @@ def predicted(
 def _around(
     forward: Callable[..., Any], path: str, saved: Saved | None, started: Callable[[str, str], None]
 ) -> Callable[..., Any]:
-    """Return a block's forward under a checkpoint; `started` is called where each run starts."""
+    """Return a block's forward under a checkpoint; `started` is called at the start of each run."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         started(path, "forward")
         if saved is None:
             result = forward(*args, **kwargs)
         else:
-            # Only the form that is not reentrant takes a `context_fn`.
+            # Only the non-reentrant variant takes a `context_fn`.
             both = partial(contexts, saved, lambda: started(path, "backward"))
             result = checkpoint(forward, *args, use_reentrant=False, context_fn=both, **kwargs)
-        # What comes next is in no block.
+        # The ops that follow are in no block.
         started("", "forward")
         return result
 
@@ -219,16 +219,16 @@ def _around(
 def sharded_peak(
     model: torch.nn.Module, blocks: Iterable[str], stretches: Sequence[Stretch], ranks: int
 ) -> int:
-    """Return the most live bytes of a rank under FSDP2; each block is a unit, all else another.
+    """Return the peak of a rank under FSDP2; each block is a unit, and everything else another.
 
-    stretches : of a step in one process
+    stretches : those of a step in one process
     """
     if ranks < 1:
         raise ValueError(f"got ranks {ranks!r}, expected 1 or more.")
     units: dict[str, int] = {}
     counted: set[int] = set()
     for path in blocks:
-        # A parameter that two blocks share is gathered with the first.
+        # A parameter shared by two blocks is gathered with the first.
         own = [
             param for param in model.get_submodule(path).parameters() if id(param) not in counted
         ]
@@ -246,7 +246,7 @@ def sharded_peak(
         else:
             place = order.index(stretch.path)
             ahead = units[order[place - 1]] if place else 0
-            # Its own gathered parameters, those prefetched, and its gradients' reduction.
+            # Its gathered parameters, the prefetched ones, and the reduction of its gradients.
             gathered = units[stretch.path] + 2 * ahead + units[stretch.path]
         most = max(most, round(held + shards + rest + gathered))
     return most

@@ -1,8 +1,8 @@
-"""What the blocks of a model do in one forward pass: their ops, what may be saved, what it spares.
+"""Watch a model's blocks in one forward pass: their ops, and which results may be saved.
 
-The pass runs on tensors without values. Results may be saved that nobody changes in place later
-(torch would return the changed ones), that are no views, and that are not drawn: torch restores the
-generator at the start of a second run, and a draw that is skipped would shift those after it.
+The pass runs on fake tensors. A result may be saved if it is not changed in place later (torch
+would return the changed values), is not a view, and is not random: torch restores the generator at
+the start of a rerun, and a skipped draw would shift those after it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..trace.fake import FakeMode, fake_of, swapped
 from ..trace.record import Recorder, Recording
 from .predict import Numbers
 
-# Why a block may not run again that writes into a cache.
+# The reason why a block that writes into a cache may not be rerun.
 OF_CACHE = "it changes an object it is given, as a cache of keys and values"
 
 
@@ -33,11 +33,11 @@ OF_CACHE = "it changes an object it is given, as a cache of keys and values"
 class Result:
     """The result of an op that may be saved.
 
-    op, number : by which torch finds it: the op's name, and the number of the call among its op's
+    op, number : torch's key for it: the op's name, and the number of the call among this op's calls
     call : the number of the call in the recording
-    bytes : what saving it holds, until the block runs again
-    beyond_bytes : how much of that autograd does not save anyway, which is held in the block's own
-        backward pass as well
+    bytes : held by saving it, until the block is rerun
+    beyond_bytes : the part of these that autograd does not save anyway, so that it is also held in
+        the block's own backward pass
     """
 
     op: str
@@ -49,14 +49,14 @@ class Result:
 
 @dataclass
 class Block:
-    """What a block does.
+    """What a block does in a forward pass.
 
     path : of the module
-    results : what may be saved, in order
-    calls : numbers of the calls in a second run if nothing is saved; torch ends it at the last
-        tensor that autograd needs.
-    saved_bytes : what autograd saves inside, but for parameters and the block's inputs
-    reason : why it may not run again; empty if it may.
+    results : those that may be saved, in order
+    calls : numbers of the calls in a rerun if nothing is saved; torch ends it at the last tensor
+        that autograd needs.
+    saved_bytes : saved by autograd inside, except for parameters and the block's inputs
+    reason : why it may not be rerun; empty if it may.
     times : how often it is called
     """
 
@@ -73,11 +73,11 @@ class _Run:
     """One call of a block.
 
     inputs : storages of its arguments
-    effects : what it has changed
+    effects : its side effects
     ops : name, number and call of each
     saved : storages that autograd saves
-    last : how many ops have run when autograd saves its last tensor: a second run ends there
-    saved_last : storages that are saved at that time
+    last : number of ops that have run when autograd saves its last tensor, where a rerun ends
+    saved_last : storages that are saved at that point
     """
 
     block: Block
@@ -91,7 +91,7 @@ class _Run:
 
 
 class _Ops(TorchDispatchMode):
-    """Numbers the ops of the block that runs, as torch's own mode does, and notes their calls."""
+    """Numbers the ops of the running block as torch's own mode does, and records their calls."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class _Ops(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if self.running is not None:
             number = self.running.numbers.of(str(func))
-            # Numbered even if the recorder left it out, as torch numbers it.
+            # Numbered even if the recorder skipped the call, as torch numbers it, too.
             if len(calls) > before:
                 self.running.ops.append((str(func), number, before))
         return result
@@ -117,9 +117,9 @@ def watch(
     arguments: tuple[tuple[Any, ...], dict[str, Any]],
     paths: Sequence[str],
 ) -> tuple[dict[str, Block], Recording]:
-    """Run the forward pass on tensors without values; return its blocks by path, and its calls.
+    """Run the forward pass on fake tensors; return its blocks by path, and its calls.
 
-    Raises TraceError for a model that cannot be run so, and for blocks within each other.
+    Raises TraceError if the model cannot be run on fake tensors, and for nested blocks.
     """
     mode = FakeMode()
     recorder = Recorder()
@@ -160,7 +160,7 @@ def watch(
         return tensor
 
     with restore_model(model), restore_rng_state(), swapped(model, mode), torch.enable_grad(), mode:
-        # Known before the pass, so that blocks are not charged for saving them.
+        # Registered before the pass, so that blocks are not charged for saving them.
         resident = {
             recorder.give(param, "given").storage
             for param in (*model.parameters(), *model.buffers(), *tensors(arguments))
@@ -180,7 +180,7 @@ def watch(
 
 
 def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[int]) -> None:
-    """Add to a block what a call of it did; its results are those of the first call."""
+    """Add a call to its block; the results are those of the first call."""
     block, is_rerun = run.block, run.block.times > 0
     block.times += 1
     calls = [recording.calls[at] for _, _, at in run.ops]
@@ -193,11 +193,11 @@ def _finish(run: _Run, recording: Recording, resident: set[int], changed: set[in
             "ends a second run when the last tensor is saved; end the block with an op that saves "
             "something after it"
         )
-    # A second run ends when the last tensor is saved, so the ops after it do not run again.
+    # A rerun ends when the last tensor is saved, so the ops after it are not rerun.
     block.calls += [at for _, _, at in run.ops[: run.last]]
     inside = run.saved - resident - run.inputs
     block.saved_bytes += sum(recording.nbytes[storage] for storage in inside)
-    # Saved results are known by numbers that are the same in each call.
+    # Saved results are identified by numbers that are the same in each call.
     if is_rerun:
         return
     for op, number, at in run.ops[: run.last]:

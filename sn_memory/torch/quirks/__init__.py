@@ -1,1 +1,1 @@
-"""Rules for one odd library or kind of layer, one file each."""
+"""Special rules, one file for each library or kind of layer that needs them."""

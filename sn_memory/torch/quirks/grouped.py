@@ -1,8 +1,7 @@
-"""Products of groups of rows with a matrix each, as mixtures of experts compute them.
+"""Grouped matrix products, as used by mixtures of experts.
 
-The kernel takes any floating-point type, and rows of its result begin at whole multiples of 16
-bytes. torch's rule for fake tensors refuses all but bfloat16, and where torch is built without CUDA
-it pads no rows.
+The kernel takes any floating-point type and pads rows of its result to multiples of 16 bytes. The
+rule for fake tensors accepts only bfloat16, and pads no rows if torch is built without CUDA.
 """
 
 from __future__ import annotations
@@ -23,12 +22,13 @@ def fake_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Return a fake result: `offs` says where each group ends, in the dimension that is shared.
+    """Return a fake result; `offs` has the end of each group in the dimension that is divided.
 
-    A factor of two dimensions is cut into groups, one of three has a matrix a group. Cut are rows
-    of the first or columns of the second; where both have two dimensions, the one they share.
+    A 2-dimensional factor is divided into groups, a 3-dimensional one has a matrix per group. The
+    rows of the first or the columns of the second factor are divided; if both have two dimensions,
+    the one that they share.
     """
-    del bias  # refused by the kernel
+    del bias  # the kernel raises if it is given
     rows, columns = first.size(-2), second.size(-1)
     dtype = out_dtype or first.dtype
     padded = -(-columns * dtype.itemsize // _ROW) * _ROW // dtype.itemsize
@@ -41,7 +41,7 @@ def fake_product(
 
 
 def flops(sizes: Sequence[tuple[int, ...]]) -> float:
-    """Return the arithmetic of a product; sizes are those of its tensors, in order."""
+    """Return the FLOPs of a product; `sizes` are those of its tensors, in order."""
     first, second = sizes[:2]
     groups = first[0] if len(first) == len(second) == 3 else 1
     return 2.0 * groups * first[-2] * first[-1] * second[-1]

@@ -1,13 +1,13 @@
 """Recurrent layers: kernels whose fake rules are wrong, and modules with a second list of weights.
 
-An LSTM layer on the CPU is one op of oneDNN. Its forward leaves a workspace for its backward,
-larger than all else it makes, and none where no gradient is wanted; torch's rule for fake tensors
-has it empty. Its backward returns the gradient of the bias twice, in two storages; the rule has
-one. Traced by those rules, half the memory is missing and the backward kernel reads a workspace
-that is not there. On a GPU the layer is one op of cuDNN, for whose backward there is no rule.
+An LSTM layer on the CPU is one op of oneDNN. If gradients are wanted, its forward returns a
+workspace for its backward, larger than all its other results; torch's rule for fake tensors returns
+an empty one. Its backward returns the gradient of the bias twice, in two storages; the rule returns
+one. A trace by these rules misses half the memory, and the backward kernel reads a workspace that
+does not exist. On a GPU the layer is one op of cuDNN, and torch has no rule for its backward.
 
-`torch.nn.RNNBase` keeps `_flat_weights` beside its parameters: whoever swaps parameters refreshes
-that list, or the layer goes on with the old ones.
+`torch.nn.RNNBase` keeps a list `_flat_weights` besides its parameters: code that swaps parameters
+must refresh it, or the layer keeps using the old ones.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ LAYER_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 CUDNN = torch.ops.aten._cudnn_rnn.default
 CUDNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward.default
 OPS = (LAYER, LAYER_BACKWARD, CUDNN, CUDNN_BACKWARD)
-# cuDNN's numbers of the kinds of layer.
+# cuDNN's numbers for the kinds of layers.
 MODES = {"rnn_relu": 0, "rnn_tanh": 1, "lstm": 2, "gru": 3}
 ESTIMATED = "recurrent layers: what cuDNN reserves for the backward pass is estimated"
-# Per mode, vectors of the hidden size that a step of a layer keeps for the backward pass: gates and
-# states. An estimate; cuDNN does not document its own.
+# Per mode, vectors of the hidden size that each time step of a layer keeps for the backward pass:
+# gates and states. An estimate, as cuDNN does not document it.
 _CUDNN_KEEPS = (2, 2, 6, 5)
-# oneDNN keeps each part of a workspace in whole pages, and sums in float32.
+# oneDNN rounds each part of a workspace up to whole pages, and accumulates in float32.
 _PAGE = 4096
 _FLOAT = 4
 
 
 def refresh_flat_weights(modules: Iterable[torch.nn.Module]) -> None:
-    """Let recurrent layers use the parameters that they have now."""
+    """Let recurrent layers use their current parameters."""
     for module in modules:
         if isinstance(module, torch.nn.RNNBase):
             names = module._flat_weights_names
@@ -45,7 +45,7 @@ def refresh_flat_weights(modules: Iterable[torch.nn.Module]) -> None:
 
 @contextmanager
 def no_flattening() -> Iterator[None]:
-    """Let layers leave their weights where they are; on a GPU they lie in one buffer."""
+    """Keep layers from moving their weights, which they put into one buffer on a GPU."""
     before = torch.nn.RNNBase.flatten_parameters
     torch.nn.RNNBase.flatten_parameters = lambda _: None  # type: ignore[method-assign]
     try:
@@ -55,7 +55,7 @@ def no_flattening() -> Iterator[None]:
 
 
 def layer_result(args: tuple[Any, ...], result: Any) -> Any:
-    """Correct a fake result of oneDNN's layer: with the workspace, if gradients are wanted."""
+    """Correct a fake result of oneDNN's layer: add the workspace if gradients are wanted."""
     *outputs, _ = result
     if not torch.is_grad_enabled():
         return (*outputs, None)
@@ -67,15 +67,15 @@ def layer_result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def layer_gradients(args: tuple[Any, ...], result: Any) -> Any:
-    """Correct the fake gradients of oneDNN's layer: those of the two biases are two tensors."""
+    """Correct fake gradients of oneDNN's layer: the two biases have separate gradients."""
     gradients = list(result)
     gradients[4] = torch.empty_like(gradients[3])
     return tuple(gradients)
 
 
 def cudnn_result(args: tuple[Any, ...], result: Any) -> Any:
-    """Correct a fake result of cuDNN's layer: with what it reserves for the backward pass."""
-    # Places in the schema of `_cudnn_rnn`.
+    """Correct a fake result of cuDNN's layer: add its reserve space for the backward pass."""
+    # Positions in the schema of `_cudnn_rnn`.
     mode, hidden, layers, train, both = args[6], args[7], args[9], args[12], args[13]
     output = result[0]
     steps = output.numel() // output.size(-1)
@@ -86,7 +86,7 @@ def cudnn_result(args: tuple[Any, ...], result: Any) -> Any:
 
 
 def cudnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return fake gradients of input, states and weights; torch has no rule for them."""
+    """Return fake gradients of input, states and weights, for which torch has no rule."""
     x, weights, hidden, cell, wanted = args[0], args[1], args[4], args[5], args[21]
     gradients = [
         torch.empty_like(tensor) if tensor is not None and want else None
@@ -95,7 +95,7 @@ def cudnn_gradients(args: tuple[Any, ...]) -> tuple[Any, ...]:
     return (*gradients, [torch.empty_like(weight) for weight in weights] if wanted[3] else [])
 
 
-# What corrects the result of torch's rule, by op.
+# Functions that correct results of torch's fake rules, by op.
 CORRECTIONS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
     LAYER: layer_result,
     LAYER_BACKWARD: layer_gradients,
@@ -106,11 +106,11 @@ CORRECTIONS: dict[Any, Callable[[tuple[Any, ...], Any], Any]] = {
 def workspace_bytes(
     steps: int, batch: int, inputs: int, hidden: int, itemsize: int, cell_itemsize: int
 ) -> int:
-    """Return the bytes that one direction of oneDNN's layer leaves for its backward pass.
+    """Return the workspace bytes of one direction of oneDNN's layer.
 
-    Each of these takes whole pages: the gates; the states of layer and cell, with those before the
+    Each part takes whole pages: the gates; the states of layer and cell, including those before the
     first step and below the first layer; gradients of both and of the iteration, always in float32;
-    one state more per step.
+    one more state per step.
     """
     states, wide = 2 * (steps + 1) * batch, max(inputs, hidden)
     parts = (
@@ -126,16 +126,16 @@ def workspace_bytes(
 
 
 def _row(n: int, itemsize: int) -> int:
-    """Bytes of a row of a matrix: whole cache lines, and no multiple of 256 elements."""
+    """Bytes of a matrix row: whole cache lines, and not a multiple of 256 elements."""
     line = 64 // itemsize
     n = -(-n // line) * line
     return (n + line if n % 256 == 0 else n) * itemsize
 
 
 def flops(target: Any, sizes: Sequence[tuple[int, ...]]) -> float:
-    """Return the arithmetic of a layer or of its backward; sizes are of its tensors, in order.
+    """Return the FLOPs of a layer or of its backward; `sizes` are those of its tensors, in order.
 
-    A product with each weight for each row of input; the backward pass makes two for each.
+    One product per weight and input row; the backward pass computes two for each.
     """
     if target in (LAYER, LAYER_BACKWARD):
         (steps, batch, inputs), hidden = sizes[0], sizes[1][0] // 4
@@ -147,9 +147,9 @@ def flops(target: Any, sizes: Sequence[tuple[int, ...]]) -> float:
 
 
 def in_training(target: Any) -> Callable[..., Any]:
-    """Return a layer's forward as it runs where gradients are wanted, whatever the mode is.
+    """Return a layer's forward as it runs if gradients are wanted, whatever the grad mode is.
 
-    The kernel asks for the mode of autograd, though autograd lies above it.
+    The kernel checks the grad mode, although it runs below autograd.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -160,9 +160,9 @@ def in_training(target: Any) -> Callable[..., Any]:
 
 
 def packed_by_forward(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return arguments of oneDNN's backward with what its forward packs for it.
+    """Return arguments of oneDNN's backward with the workspace that its forward produces.
 
-    The kernel reads a workspace as its forward laid it out: one made up would crash it.
+    The kernel relies on the contents of the workspace: an arbitrary one would crash it.
     """
     inputs, gradients, settings = args[:7], args[10:13], args[13:22]
     reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first = settings
@@ -174,7 +174,7 @@ def packed_by_forward(args: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def by_cudnn(kind: str, args: tuple[Any, ...]) -> Any:
-    """Run a layer of `torch._VF` as cuDNN does; packed sequences have their batch sizes second."""
+    """Run a layer of `torch._VF` by cuDNN's op; packed sequences pass batch sizes second."""
     packed = isinstance(args[3], list | tuple)
     x, states = (args[0], args[2]) if packed else (args[0], args[1])
     batch_sizes = args[1].tolist() if packed else []
@@ -182,7 +182,7 @@ def by_cudnn(kind: str, args: tuple[Any, ...]) -> Any:
     weights, _, layers, dropout, train, both = rest[:6]
     batch_first = False if packed else bool(rest[6])
     hidden, cell = (states[0], states[1]) if kind == "lstm" else (states, None)
-    # A layer has two weights, two biases if it has any, and one weight more with a projection.
+    # A layer has two weights, optionally two biases, and one more weight with a projection.
     per_layer = len(weights) // (layers * (2 if both else 1))
     projected = hidden.size(2) if per_layer in (3, 5) else 0
     size = cell.size(2) if cell is not None else hidden.size(2)
@@ -190,7 +190,7 @@ def by_cudnn(kind: str, args: tuple[Any, ...]) -> Any:
         x.to(weights[0].dtype),
         weights,
         per_layer,
-        weights[0].detach(),  # on a GPU, the buffer that all of them are views of
+        weights[0].detach(),  # on a GPU, the buffer of which all weights are views
         hidden,
         cell,
         MODES[kind],

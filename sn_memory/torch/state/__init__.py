@@ -1,1 +1,1 @@
-"""Parameters and optimizer state on the host: where they lie, what moves them, who updates them."""
+"""Parameters and optimizer state in host memory: placement, copies and updates."""

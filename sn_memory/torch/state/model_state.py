@@ -1,4 +1,4 @@
-"""All of the state of a planned model: what moves, how it is planned, who carries it out."""
+"""The whole state of a planned model: its placement, its planning, and the ops that move it."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from .parameter import Fetched, ParameterState, StateOps
 def host_buffers_for(
     model: torch.nn.Module, state: str | os.PathLike[str] | StateBuffers
 ) -> StateBuffers:
-    """Return the host memory that `state` of `plan` asks for.
+    """Return the host memory that the argument `state` of `plan` selects.
 
-    Raises PlanError for one that does not go with the device that the model is on.
+    Raises PlanError if it does not fit the device of the model.
     """
     device = device_of(model)
     if state == "host":
@@ -73,7 +73,7 @@ def check_model(model: torch.nn.Module) -> None:
     for name, parameter in named:
         if parameter.is_meta or not parameter.numel():
             continue
-        # By storage: two parameters over the same bytes are two Python objects.
+        # By storage, as parameters that share memory may be different Python objects.
         other = seen.setdefault(parameter.untyped_storage()._cdata, name)
         if other != name:
             raise PlanError(
@@ -97,14 +97,14 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 class ModelState:
-    """Parameters and optimizer state of a model, and where they lie.
+    """Parameters and optimizer state of a model, and their placement.
 
     model : the plain model
-    optimizer : who updates it
-    buffers : where what moves lies
+    optimizer : updates the model
+    buffers : the host memory for what moves
 
-    parameters : of the model, by path, once the first plan has said where each lies
-    latest : the plan made last
+    parameters : those of the model, by path, once the first plan has placed them
+    latest : the latest plan
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class ModelState:
 
     @property
     def places(self) -> dict[str, str]:
-        """Per parameter, where it lies: `device`, `state` or `host`."""
+        """The place of each parameter: `device`, `state` or `host`."""
         return {name: param.place for name, param in self.parameters.items()}
 
     def replay(
@@ -146,14 +146,14 @@ class ModelState:
         *,
         measured: bool,
     ) -> Replay:
-        """Return what carries a traced step out, its updates included.
+        """Return the replay of a traced step, including updates.
 
         model : the plain model
         traced : its step, without an optimizer
-        budget : the most live bytes, or a share of what the step takes where all stays on the
+        budget : the most live bytes, or a share of the step's peak if everything stays on the
             device
-        planner : plans a graph within so many bytes
-        measured : whether to measure the speeds of the way, in place of those of the trace
+        planner : plans a graph within a number of bytes
+        measured : whether to measure transfer speeds instead of using those of the trace
         """
         graph = traced.graph
         if measured:
@@ -162,22 +162,22 @@ class ModelState:
             graph = replace(graph, device=device)
         units = self.units.of(model, traced)
         sizes = {storage.name: storage.bytes for storage in graph.storages}
-        # Of each parameter, its gradient as well.
+        # Twice the parameter, as its gradient counts too.
         by = self.buffers.updater(
             sum(2 * sizes[unit.parameter] + unit.state_bytes for unit in units)
         )
         state_bytes = sum(unit.state_bytes + unit.counts_bytes for unit in units)
         baseline = unplanned_bytes(graph) + state_bytes
         budget_bytes = parse_bytes(budget, whole=baseline)
-        # Planned before, for another input: what lies where is settled and stays.
+        # If planned before, for another input, the placement is kept.
         if self.parameters:
             planned = planned_with(
                 graph, units, self.places, budget_bytes, planner, update=self.update,
                 updaters={name: param.by for name, param in self.parameters.items()},
             )  # fmt: skip
         else:
-            # With `step` a gradient waits on the host, and torch wants `.grad` where the parameter
-            # is: beside a device with memory of its own that has to be on the host as well.
+            # With `step` gradients wait on the host, and torch requires `.grad` to be on the
+            # parameter's device: if the device has its own memory, parameters go to the host, too.
             is_host_only = is_apart(self.buffers.device) and self.update == "step"
             planned = plan_state(
                 graph, units, budget_bytes, planner, update=self.update, by=by,
@@ -185,22 +185,22 @@ class ModelState:
             )  # fmt: skip
         plan = replace(planned.plan, baseline_peak_bytes=baseline, budget_bytes=budget_bytes)
         self.latest = planned = replace(planned, plan=plan)
-        # Only now is anything moved: a budget that is refused leaves model and optimizer alone.
+        # Nothing is moved before this point: an infeasible budget leaves model and optimizer alone.
         self._place(model, planned)
         if by != "in place":
-            # What was moved went through the mapping of the file; steps read the file instead.
+            # The move used the file's mapping; steps read the file directly instead.
             self.buffers.let_go()
         self._step_bytes = {
             name: step_bytes(unit, planned.places[name], sizes[name], self.parameters[name].by)
             for unit in units
             for name in (unit.parameter,)
         }
-        # What `optimizer.step()` finds on the device, whichever parameter it updates.
+        # Bytes on the device during `optimizer.step()`, whichever parameter is updated.
         self._stays_bytes = planned.step_peak_bytes - max(
             (sum(self._step_bytes[unit.parameter]) for unit in units if unit.gradient), default=0
         )
         replace_step(self.optimizer, self)
-        # The replay knows storages by number; those of fetches and updates come after all recorded.
+        # A replay refers to storages by number; fetches and updates come after all recorded ones.
         numbers = dict(traced.named.storage_of)
         for storage in planned.graph.storages:
             numbers.setdefault(storage.name, len(traced.captured.recording.nbytes) + len(numbers))
@@ -211,10 +211,10 @@ class ModelState:
         return Replay(replace(traced, named=named), plan, ops)
 
     def step(self) -> None:
-        """Finish the step of the optimizer: all that was not updated in the backward pass."""
+        """Finish the optimizer's step: update all that the backward pass did not update."""
         inside = self._updated_inside()
         if self.update == "step":
-            # Gradients wait in `.grad` on the host. One that is None is passed over, as by torch.
+            # Gradients are in `.grad` on the host. None is skipped, as in torch.
             row = [state for state in inside.values() if state.parameter.grad is not None]
             assert self.latest is not None
             assert self.latest.plan.budget_bytes is not None
@@ -238,12 +238,12 @@ class ModelState:
         step_without(self.optimizer, inside)
         if self.update == "backward":
             for state in inside.values():
-                # The placeholder has done its work; the next step has to find no gradient.
+                # Remove the placeholder: the next step must not find a gradient.
                 state.is_updated, state.parameter.grad = False, None
         self.buffers.finish()
 
     def _updated_inside(self) -> dict[int, ParameterState]:
-        """Return the parameters that are not updated by the optimizer's own step, by id."""
+        """Return the parameters that the optimizer's own step does not update, by id."""
         trained = (param for param in self.parameters.values() if param.optimizer is not None)
         return {
             id(state.parameter): state
@@ -252,7 +252,7 @@ class ModelState:
         }
 
     def begin(self) -> None:
-        """Raise PlanError where a forward pass comes that would see half of an update."""
+        """Raise PlanError before a forward pass that would see partially updated parameters."""
         if self.update == "step":
             return
         late = next((param for param in self.parameters.values() if param.is_updated), None)
@@ -265,23 +265,23 @@ class ModelState:
             )
 
     def brought(self) -> AbstractContextManager[Any]:
-        """Let ops inside find on the device what lies on the host."""
+        """Let ops inside get copies on the device of tensors that are on the host."""
         device = self.buffers.device
-        # On the CPU it is a tensor like any other.
+        # If the device is the CPU, they are ordinary tensors.
         return OnDeviceMode(self.buffers, device) if is_apart(device) else nullcontext()
 
     def with_inputs(self, arguments: Arguments) -> Arguments:
-        """Return arguments with their tensors of the host on the device that the model works on.
+        """Return the arguments with CPU tensors moved to the device that the model runs on.
 
-        A host-resident parameter says that it is of the CPU, and callers put inputs where the first
-        parameter is (`generate` of transformers does).
+        A host-resident parameter reports the CPU as its device, and some callers (`generate` of
+        transformers) put inputs on the device of the first parameter.
         """
         device = self.buffers.device
         if not is_apart(device):
             return arguments
         return tree_map_only(  # type: ignore[no-any-return]
             torch.Tensor,
-            # A number in a tensor goes with tensors of any device.
+            # 0-dimensional CPU tensors can be combined with tensors on any device.
             lambda tensor: (
                 tensor.to(device) if tensor.device.type == "cpu" and tensor.dim() else tensor
             ),
@@ -289,14 +289,14 @@ class ModelState:
         )
 
     def end(self) -> None:
-        """Wait for gradients that are on their way to the host: the caller reads `.grad` next."""
+        """Wait for gradients being copied to the host, as the caller reads `.grad` next."""
         if self.update == "step":
             self.buffers.finish()
 
     @contextmanager
     def without_updates(self) -> Iterator[None]:
-        """Let steps inside change no parameter, no gradient and no state."""
-        # Gradients of the caller's are put aside: the dry run must not add to them.
+        """Keep steps inside from changing parameters, gradients and state."""
+        # The caller's gradients are set aside, as the dry run must not add to them.
         gradients = [(state, state.parameter.grad) for state in self.parameters.values()]
         for state, _ in gradients:
             state.is_dry, state.parameter.grad = True, None
@@ -307,7 +307,7 @@ class ModelState:
                 state.is_dry, state.parameter.grad = False, gradient
 
     def move_state(self) -> None:
-        """Move what a loaded state holds to the host."""
+        """Move loaded optimizer state to the host."""
         for state in self.parameters.values():
             if state.place != "device":
                 state.move_state()
@@ -319,16 +319,16 @@ class ModelState:
         arguments: Arguments,
         planned_with: Callable[[Layouts], Replay],
     ) -> Replay:
-        """Return a step that runs on a sample as traced; another where kernels lay out otherwise.
+        """Run a step on a sample without updates; return it, replanned if layouts differ.
 
-        The trial of `plan` runs the model's own step beside the planned one, with all parameters on
-        the device; what does not fit there cannot be tried so. Here the planned step runs alone,
-        with nothing updated, to see whether kernels lay results out otherwise than traced, and
-        whether it runs at all.
+        The trial of `plan` also runs the model's own step, with all parameters on the device, which
+        is impossible for a model that does not fit there. Here only the planned step runs, without
+        updates, to check that it runs at all, and whether kernels give results other layouts than
+        traced.
 
         replay : the step
-        model, arguments : the plain model, and the sample; one without memory is not run
-        planned_with : traces and plans the step with such layouts
+        model, arguments : the plain model, and the sample; if it has no memory, nothing is run
+        planned_with : traces and plans the step with given layouts
 
         Raises TraceError if the step does not run on the sample.
         """
@@ -352,7 +352,7 @@ class ModelState:
 
     def _dry_run(self, step: Replay, model: torch.nn.Module, arguments: Arguments) -> None:
         args, kwargs = detached(arguments)
-        # A forward pass writes statistics and counters, also where nothing is updated.
+        # A forward pass writes statistics and counters even without updates.
         buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
         try:
             with restore_rng_state(), self.without_updates(), torch.enable_grad():
@@ -387,38 +387,38 @@ def sequential_update(
 ) -> None:
     """Update parameters whose gradients are on the host, one after the other.
 
-    The next is fetched, and those before are written, beside an update where there is room.
+    If there is room, the next is fetched and earlier ones are written during an update.
 
-    states : parameters, with gradients
-    needs : per path, bytes that an update fetches, and that it holds beside them
-    room_bytes : the budget without what is on the device anyway
+    states : parameters with gradients
+    needs : per path, bytes that an update fetches, and bytes of its scratch
+    room_bytes : the budget minus what always stays on the device
     """
-    # What is on its way to the host, oldest first, and the parameter that was fetched ahead.
+    # Writes to the host in progress, oldest first, and the parameter that was prefetched.
     storing: list[tuple[int, Wait]] = []
     fetched: Fetched | None = None
     try:
         for at, state in enumerate(states):
             nbytes, scratch = needs[state.name]
             room = room_bytes - nbytes - scratch
-            # There was no room to fetch it ahead, so all that is being written has to go first.
+            # There was no room to prefetch it, so all pending writes have to finish first.
             if fetched is None:
                 while storing:
                     storing.pop(0)[1]()
                 fetched = state.fetch_all()
             current, fetched = fetched, None
-            # After the last nothing follows, which is more than there is room for.
+            # After the last one nothing is prefetched, as if it needed more than there is room for.
             following = needs[states[at + 1].name][0] if at + 1 < len(states) else room + 1
             ahead = following if following <= room else 0
-            # Writes are waited for as far as the next fetch needs their room.
+            # Wait for as many writes as the next fetch needs room for.
             while storing and sum(state for state, _ in storing) + ahead > room:
                 storing.pop(0)[1]()
             if following <= room:
                 fetched = states[at + 1].fetch_all()
             storing.append((nbytes, state.update_fetched(current)))
-            # Now `storing` alone holds it, until it is written.
+            # From here only `storing` keeps it alive, until it is written.
             del current
     finally:
-        # After an error as well: no copy may go on in memory that is given back.
+        # Also after an error: no copy may still be using memory that is freed.
         if fetched is not None:
             fetched.wait()
         for _, wait in storing:

@@ -1,15 +1,15 @@
 """The optimizer of a model whose state is planned: its own step, on one parameter at a time.
 
-The step of an optimizer of torch.optim goes through its parameters one by one; what it does to one
-depends on that one's gradient, state and group alone. So its own `step` is called with a group of
-one parameter: a stand-in that shares memory with what is on the device. The optimizer itself is
-not touched meanwhile, so an exception leaves nothing half done but values of that parameter.
+The step of a torch.optim optimizer treats parameters one by one, and the update of each depends on
+its own gradient, state and group only. So its own `step` is called with a group of one parameter: a
+stand-in that shares memory with the tensor on the device. The optimizer itself is not modified
+meanwhile, so an exception can leave only values of that parameter half updated.
 
-The optimizer stays the same object with the same groups and gets another `step`: its class becomes
-a subclass of its own, so `isinstance`, schedulers, `state_dict` and `zero_grad` are as before. With
-`update="backward"` each parameter was updated by the time `step` is called. `.grad` then is a
-tensor that says so to whoever would use it - clipping, a loss scaler - since a gradient that is
-None would be passed over in silence.
+The optimizer stays the same object with the same groups and gets another `step`: its class is
+replaced by a subclass, so `isinstance`, schedulers, `state_dict` and `zero_grad` work as before.
+With `update="backward"` each parameter is already updated when `step` is called. Its `.grad` is
+then a tensor that raises when used (by clipping, a loss scaler), as a gradient that is None would
+be skipped silently.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ..trace.fake_step import LOOKS_PER_PARAMETER
 from ..trace.record import View
 from ..trace.trace import Trace
 
-# Those whose update is by parameter; LBFGS and SparseAdam are not among them, nor are subclasses,
-# whose step may do anything.
+# Optimizers that update parameter by parameter; not LBFGS, SparseAdam, or subclasses, whose step
+# may do anything.
 BY_PARAMETER = tuple(
     getattr(torch.optim, name)
     for name in (
@@ -40,7 +40,7 @@ BY_PARAMETER = tuple(
     )
     if hasattr(torch.optim, name)
 )
-_STATE = "_sn_memory_state"  # in the optimizer's `__dict__`, of which `state_dict` saves nothing
+_STATE = "_sn_memory_state"  # in the optimizer's `__dict__`, which `state_dict` does not save
 
 
 def check_optimizer(optimizer: Any) -> None:
@@ -73,12 +73,12 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def _plain_class(optimizer: torch.optim.Optimizer) -> Any:
-    """Return the class that an optimizer had before its state was moved."""
+    """Return the class of an optimizer before its state was planned."""
     return getattr(type(optimizer), "sn_memory_of", type(optimizer))
 
 
 def _plain_step(optimizer: torch.optim.Optimizer) -> Callable[[Any], Any]:
-    """Return the step of its class without the hooks around it, which are the whole step's."""
+    """Return the step of its class without hooks, which must run once for the whole step."""
     step: Any = _plain_class(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
@@ -90,18 +90,18 @@ def updated(
     gradient: torch.Tensor,
     state: dict[str, Any],
 ) -> dict[str, Any]:
-    """Make the optimizer's step on one parameter, in place; return its state after it.
+    """Run the optimizer's step on one parameter, in place; return its state after it.
 
-    optimizer, group : whose step, and with which settings
-    parameter, gradient : tensors of one form on one device
-    state : what the optimizer keeps for it, on the device; empty before its first step
+    optimizer, group : the optimizer, and the group with its settings
+    parameter, gradient : tensors of the same form on the same device
+    state : the optimizer state of the parameter, on the device; empty before the first step
     """
     alone = torch.nn.Parameter(parameter.detach(), requires_grad=True)
     alone.grad = gradient
-    # Not by `__init__`, which checks groups anew and, for some, makes state (Adagrad).
+    # Without `__init__`, which validates groups again and may create state (Adagrad).
     twin = object.__new__(_plain_class(optimizer))
     twin.__dict__.update(optimizer.__dict__)
-    twin.__dict__.pop("step", None)  # that of a scheduler, which counts
+    twin.__dict__.pop("step", None)  # set by a scheduler, to count steps
     twin.state = defaultdict(dict)
     if state:
         twin.state[alone] = state
@@ -112,30 +112,30 @@ def updated(
 
 
 def is_movable(value: Any) -> bool:
-    """Whether an entry of the state may be moved: a tensor with dimensions, no count of steps."""
+    """Whether an entry of the state may be moved: a tensor with dimensions, not a step count."""
     return isinstance(value, torch.Tensor) and value.dim() > 0 and value.numel() > 0
 
 
 def update_bytes(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor
 ) -> tuple[int, int, int]:
-    """Return bytes: what an optimizer keeps for a parameter, counts, and what its update takes.
+    """Return the bytes of a parameter's optimizer state, of step counts, and of update scratch.
 
-    The first may move, counts of steps do not; the last is the most that is held beside them.
-    Found by two steps on a tensor without values: the second finds the state of the first.
+    State may move, step counts do not; scratch is the most that is held besides them. Determined by
+    two steps on a fake tensor: the second starts from the state of the first.
     """
     mode = FakeMode(looks=LOOKS_PER_PARAMETER)
     with mode:
         fake = fake_of(mode, parameter.detach())
         gradient, state = torch.empty_like(fake), dict[str, Any]()
-        # Adagrad makes its state in `__init__`, others with their first step.
+        # Adagrad creates its state in `__init__`, others in their first step.
         for name, value in optimizer.state.get(parameter, {}).items():
             if is_movable(value):
                 state[name] = torch.empty_like(value, device=fake.device)
             else:
                 is_tensor = isinstance(value, torch.Tensor)
                 state[name] = torch.zeros_like(value) if is_tensor else value
-        # The first step makes what is kept, so only the second shows what an update takes beside.
+        # The first step allocates the state, so only the second shows the scratch of an update.
         state = updated(optimizer, group, fake, gradient, state)
         held = [tensor for tensor in state.values() if is_movable(tensor)]
         counts = [
@@ -153,9 +153,9 @@ def update_bytes(
 
 
 class StateUnits:
-    """The parameters of models that one optimizer updates, as units of the planner.
+    """The parameters of models that an optimizer updates, as units of the planner.
 
-    optimizer : which; PlanError if it does not update parameter by parameter
+    optimizer : raises PlanError if it does not update parameter by parameter
     groups : the group of each of its parameters, by id
     """
 
@@ -174,14 +174,14 @@ class StateUnits:
 
         model : the plain model
         traced : its step, without an optimizer
-        host_bytes_per_s : what the host's memory moves; None if host and device are one processor
+        host_bytes_per_s : bandwidth of host memory; None if host and device are one processor
         """
         parameters = dict(model.named_parameters())
         captured = traced.captured
         names = {number: name for name, number in traced.named.storage_of.items()}
         gradients = dict(captured.gradients)
         returned = captured.returned
-        # Gradients that are somebody else's memory as well: an update may not use them up.
+        # Gradients whose memory has other uses, so that an update must not free them.
         kept = {grad.storage for grad in captured.output_gradients} | set(captured.recording.roles)
         speed = traced.graph.device.bytes_per_s
         host_speed = speed if host_bytes_per_s is None else host_bytes_per_s
@@ -194,7 +194,7 @@ class StateUnits:
                 updated_gradient = names[gradient.storage]
                 state, counts, scratch = self._update_bytes(parameter)
                 size = parameter.numel() * parameter.element_size()
-                # Laid out otherwise it is copied first: see `ParameterState.update`.
+                # A gradient of another layout is copied first: see `ParameterState.update`.
                 scratch += 0 if gradient.stride == form.stride else size
             # Parameter, gradient and state are read; parameter and state are written.
             moved = 3 * size + 2 * state
@@ -215,7 +215,7 @@ class StateUnits:
 
     def _update_bytes(self, parameter: torch.nn.Parameter) -> tuple[int, int, int]:
         group = self.groups[id(parameter)]
-        # The settings of a group, such as amsgrad, say what is kept.
+        # The settings of a group, such as amsgrad, determine its state.
         key = (tuple(parameter.size()), parameter.stride(), parameter.dtype, id(group))
         if key not in self._bytes:
             self._bytes[key] = update_bytes(self.optimizer, group, parameter)
@@ -223,7 +223,7 @@ class StateUnits:
 
 
 def _is_whole(parameter: torch.nn.Parameter, form: View) -> bool:
-    """Whether a parameter has a storage of its own, all of it, without gaps."""
+    """Whether a parameter fills a storage of its own from the start, without gaps."""
     return (
         parameter.numel() > 0
         and form.offset == 0
@@ -236,7 +236,7 @@ def _is_whole(parameter: torch.nn.Parameter, form: View) -> bool:
 
 
 class UsedGradient(torch.Tensor):
-    """Stands for the gradient of a parameter that was updated in the backward pass. No memory."""
+    """Placeholder for the gradient of a parameter updated in the backward pass; has no memory."""
 
     @staticmethod
     def __new__(cls, parameter: torch.Tensor) -> UsedGradient:
@@ -256,7 +256,7 @@ class UsedGradient(torch.Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # zero_grad(set_to_none=False) has nothing to do.
+        # For zero_grad(set_to_none=False), which has nothing to do.
         if func in (torch.ops.aten.zero_.default, torch.ops.aten.detach.default):
             return args[0]
         if func is torch.ops.aten._foreach_zero_.default and all(
@@ -272,7 +272,7 @@ class UsedGradient(torch.Tensor):
 
 
 class _PlannedStep:
-    """What the class of an optimizer does otherwise; stands before it."""
+    """Mixin with the methods that replace those of the optimizer's class."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update what was not updated in the backward pass."""
@@ -284,12 +284,12 @@ class _PlannedStep:
         return loss
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load, and move what belongs there to the host."""
+        """Load a state dict, and move planned state to the host."""
         super().load_state_dict(state_dict)  # type: ignore[misc]
         self.__dict__[_STATE].move_state()
 
     def add_param_group(self, group: dict[str, Any]) -> None:
-        """Refuse: what is planned is planned with the groups there are."""
+        """Raise PlanError, as the plan was made for the existing groups."""
         raise PlanError(
             "add_param_group was called on an optimizer whose state is planned. Add the group "
             "first, then plan."
@@ -297,30 +297,30 @@ class _PlannedStep:
 
 
 def replace_step(optimizer: torch.optim.Optimizer, state: Any) -> None:
-    """Make an optimizer one whose step is that of a ModelState."""
-    # Planned a second time it is not wrapped a second time.
+    """Let an optimizer's step run that of a ModelState."""
+    # An optimizer that is planned a second time is not wrapped twice.
     plain = _plain_class(optimizer)
     optimizer.__dict__[_STATE] = state
     kind: Any = type(plain.__name__, (_PlannedStep, plain), {"sn_memory_of": plain})
     kind.__module__, kind.__qualname__ = plain.__module__, plain.__qualname__
-    # Schedulers and loops hold this very object.
+    # Schedulers and training loops refer to this object, so its class is changed.
     optimizer.__class__ = kind
-    # Hooks of a step run around the whole of it.
+    # Step hooks run once, around the whole step.
     optimizer._patch_step_function()
-    # A scheduler made before has put a step into the object, which would hide that of the class.
+    # A scheduler created earlier has set `step` on the object, which would hide that of the class.
     own = vars(optimizer).get("step")
     if own is not None and hasattr(own, "_wrapped_by_lr_sched"):
 
-        @wraps(own)  # keeps the mark by which the scheduler knows it
+        @wraps(own)  # keeps the attribute by which the scheduler recognizes it
         def step(*args: Any, **kwargs: Any) -> Any:
-            optimizer._opt_called = True  # type: ignore[attr-defined]  # as the scheduler's notes
+            optimizer._opt_called = True  # type: ignore[attr-defined]  # as a scheduler's step does
             return kind.step(optimizer, *args, **kwargs)
 
         optimizer.step = step  # type: ignore[method-assign]
 
 
 def step_without(optimizer: torch.optim.Optimizer, updated_ids: Mapping[int, Any]) -> None:
-    """Make the optimizer's own step on all parameters but those of these ids."""
+    """Run the optimizer's own step on all parameters except those with these ids."""
     groups = optimizer.param_groups
     rest = [
         {**group, "params": [p for p in group["params"] if id(p) not in updated_ids]}

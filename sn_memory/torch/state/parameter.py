@@ -1,4 +1,4 @@
-"""A parameter with its optimizer state, wherever they lie, and the ops of a plan that move both."""
+"""A parameter with its optimizer state, on device or host, and the ops of a plan that move both."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .optimizer import UsedGradient, is_movable, updated
 
 
 class Fetched(NamedTuple):
-    """What an update works on, on the device, once `wait` has been called."""
+    """The inputs of an update, on the device; valid once `wait` has been called."""
 
     parameter: torch.Tensor
     gradient: torch.Tensor
@@ -33,12 +33,12 @@ class ParameterState:
     """One parameter of a planned model.
 
     name : its path
-    parameter : the model's
+    parameter : the model's parameter
     place : `device`, `state` or `host`; see `graph/hosted.py`.
-    buffers : where what moves lies
-    optimizer, group : who updates it, and with which settings; None for a parameter that is not
-        trained.
-    by : where that is done, if something of it lies on the host: `device` or `in place`.
+    buffers : the host memory for what moves
+    optimizer, group : the optimizer and the group with its settings; None for a parameter that is
+        not trained.
+    by : where it is updated if some of it is on the host: on the `device` or `in place`.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class ParameterState:
         self.is_updated = False
         # In a dry run nothing is updated or written.
         self.is_dry = False
-        # Of an update whose state has no tensors that move: counts of steps.
+        # The state after an update if it has no tensors that move: step counts.
         self.counts: dict[str, Any] = {}
         self._gradient: torch.Tensor | None = None
         if place == "host":
             buffers.move_here(parameter)
         elif (buffer := buffers.buffer_of(parameter)) is not None:
-            # It was made on the host (`hold`), and there is room for it on the device.
+            # The parameter was created on the host (`hold`), but the device has room for it.
             own = buffer.block.clone().view(parameter.dtype)
             here = own.as_strided(parameter.size(), parameter.stride()).to(self.device)
             set_memory(parameter, here)
@@ -73,13 +73,13 @@ class ParameterState:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What the optimizer keeps for it; empty before its first step."""
+        """Its optimizer state; empty before the first step."""
         assert self.optimizer is not None
         state: dict[str, Any] = self.optimizer.state.get(self.parameter, {})
         return state
 
     def move_state(self) -> None:
-        """Move what the optimizer keeps for it, and is not there yet, to the host."""
+        """Move its optimizer state to the host, unless it is already there."""
         if self.optimizer is None or self.parameter not in self.optimizer.state:
             return
         state = self.optimizer.state[self.parameter]
@@ -90,11 +90,11 @@ class ParameterState:
                     moved.copy_(value)
 
     def fetch(self, form: View) -> tuple[torch.Tensor, Wait]:
-        """Start to copy the parameter to the device; return it as it will be, and what waits."""
+        """Start to copy the parameter to the device; return the copy, and a function that waits."""
         return self.engine.to_device(self._buffer(), form)
 
     def fetch_state(self) -> tuple[dict[str, Any], Wait]:
-        """Start to copy the state; counts of steps at once: a step that fails changes none."""
+        """Start to copy the state; step counts are cloned, so that a failed step changes none."""
         self.move_state()
         state: dict[str, Any] = {}
         waits: list[Wait] = []
@@ -120,16 +120,16 @@ class ParameterState:
     def update(
         self, here: torch.Tensor, gradient: torch.Tensor, state: dict[str, Any]
     ) -> dict[str, Any]:
-        """Make the optimizer's step, in place; return the state after it."""
+        """Run the optimizer's step in place; return the state after it."""
         assert self.optimizer is not None
         assert self.group is not None
         if gradient.stride() != here.stride():
-            # As autograd lays a gradient out that becomes `.grad`.
+            # The layout that autograd gives to `.grad`.
             gradient = torch.empty_like(here).copy_(gradient)
         return updated(self.optimizer, self.group, here, gradient, state)
 
     def update_in_place(self, gradient: torch.Tensor | None = None) -> None:
-        """Make the step where parameter and state lie; default: with the gradient in `.grad`."""
+        """Run the step where parameter and state are; the gradient defaults to `.grad`."""
         if gradient is None:
             gradient = self.parameter.grad
             assert gradient is not None
@@ -141,7 +141,7 @@ class ParameterState:
             self.move_state()
 
     def update_fetched(self, fetched: Fetched) -> Wait:
-        """Update what was fetched, and start to store it; return what waits for that."""
+        """Update what was fetched and start to store it; return a function that waits for this."""
         fetched.wait()
         after = self.update(fetched.parameter, fetched.gradient, fetched.state)
         wait = self.store(fetched.parameter if self.place == "host" else None, after)
@@ -150,7 +150,7 @@ class ParameterState:
         def written() -> None:
             nonlocal in_use
             wait()
-            # Until now nobody else holds them.
+            # Until now this function alone keeps them alive.
             del in_use
 
         return written
@@ -161,16 +161,16 @@ class ParameterState:
         self.parameter.grad = UsedGradient(self.parameter)
 
     def store(self, here: torch.Tensor | None, state: dict[str, Any]) -> Wait:
-        """Start to write the parameter, where it was moved, and its state; return what waits."""
+        """Start to write the state, and the parameter if it moves; return a function that waits."""
         assert self.optimizer is not None
         before = self.state
-        # The host's memory is written while ops go on, so whoever reads it waits.
+        # Host memory is written while ops run on, so readers have to wait.
         waits = [] if here is None else [self.engine.to_host(here, self._buffer())]
         kept = dict[str, Any]()
         for name, value in state.items():
             kept[name] = value
             if is_movable(value):
-                # Where it lay before, if it did: in its first step an optimizer makes it.
+                # Into its previous buffer, if any: an optimizer creates state in its first step.
                 resident = before.get(name)
                 buffer = None
                 if resident is not None and resident.size() == value.size():
@@ -185,12 +185,12 @@ class ParameterState:
         return _all(waits)
 
     def store_gradient(self, gradient: torch.Tensor) -> Wait:
-        """Make a gradient `.grad`, or add it to that, on the host; return what waits for it.
+        """Set or add to `.grad` on the host; return a function that waits for the copy.
 
-        On the host `.grad` is a tensor like any other: it can be clipped, scaled and added to.
+        On the host `.grad` is an ordinary tensor: it can be clipped, scaled and added to.
         """
         earlier = self.parameter.grad
-        # Of an earlier micro-batch.
+        # From an earlier micro-batch.
         if earlier is not None:
             if (buffer := self.buffers.buffer_of(earlier)) is not None:
                 # Its own copy to the host may still be under way.
@@ -198,7 +198,7 @@ class ParameterState:
             with torch.no_grad():
                 earlier.add_(gradient.to(earlier.device))
             return no_wait
-        # Made once: each step writes into the same buffer.
+        # Allocated once: each step writes to the same buffer.
         if self._gradient is None:
             self._gradient = self.buffers.empty_like(self.parameter)
         buffer = self.buffers.buffer_of(self._gradient)
@@ -212,7 +212,7 @@ class ParameterState:
         return wait
 
     def _buffer(self) -> HostBuffer:
-        """Return where the parameter lies; raises PlanError if it was given other memory."""
+        """Return the parameter's host buffer; raises PlanError if its memory was replaced."""
         buffer = self.buffers.buffer_of(self.parameter)
         if buffer is None:
             raise PlanError(
@@ -237,12 +237,12 @@ def _all(waits: Sequence[Wait]) -> Wait:
     return wait
 
 
-# Longest first: "fetch " begins "fetch state of " as well.
+# Longest first: "fetch state of " also starts with "fetch ".
 _PREFIXES = (FETCH_STATE, STORE_GRADIENT, FETCH, UPDATE, STORE)
 
 
 class StateOps:
-    """Carries out the ops of `with_state`; see `UpdateOps` of eager/instructions.py.
+    """Executes the ops of `with_state`; see `UpdateOps` in eager/instructions.py.
 
     parameters : by path
     named, traced : the graph with these ops, and the step without them
@@ -262,10 +262,10 @@ class StateOps:
         self.parameters, self.named = parameters, named
         self.forms, self.gradients = dict(captured.parameters), dict(captured.gradients)
         self.places = {name: place for place, (name, _) in enumerate(captured.gradients)}
-        # Not their number: those of fetches and updates are above all recorded ones, with gaps.
+        # Not their count: the numbers of fetches and updates follow all recorded ones, with gaps.
         self.storages = max(named.storage_of.values()) + 1
         fetched = {output for op in graph.ops if op.kind == "fetch" for output in op.outputs}
-        # A fetched parameter is made by an op, so it is none of the tensors that a step is given.
+        # A fetched parameter is created by an op, so it is not an input of the step.
         self.fetched = frozenset(
             view.storage for name, view in captured.parameters if name in fetched
         )
@@ -286,7 +286,7 @@ class StateOps:
         return tuple(self.named.storage_of[name] for name in copied)
 
     def instruction(self, op: str, load: Callable[[View], ViewLoad]) -> Instruction:
-        """Return what carries an op out."""
+        """Return the instruction that executes an op."""
         prefix = next(prefix for prefix in _PREFIXES if op.startswith(prefix))
         name = op.removeprefix(prefix)
         parameter, number = self.parameters[name], self.named.storage_of
@@ -294,7 +294,7 @@ class StateOps:
             return _fetch(partial(parameter.fetch, self.forms[name]), number[name])
         if prefix == FETCH_STATE:
             return _fetch(parameter.fetch_state, number[name + STATE])
-        # A parameter on the device is updated where it is, and one in place where it lies.
+        # Parameters on the device, or updated in place on the host, are not copied for an update.
         is_copied = parameter.place == "host" and parameter.by == "device"
         storage, state = number[name] if is_copied else None, number.get(name + STATE)
         place, gradient = self.places[name], self.gradients[name]
@@ -308,7 +308,7 @@ class StateOps:
             run = _update(parameter, storage, state, load(gradient))
 
         def unless_left_out(memory: Memory) -> None:
-            # Not in a dry run, nor for a loss of other outputs than the gradient comes from.
+            # Skipped in a dry run, and if the gradient comes from outputs not used by the loss.
             if not (parameter.is_dry or place in memory.left_out):
                 run(memory)
 
@@ -317,7 +317,7 @@ class StateOps:
 
 def _fetch(start: Callable[[], tuple[Any, Wait]], storage: int) -> Instruction:
     def fetch(memory: Memory) -> None:
-        # Of a parameter a tensor, of its state a dictionary, which no call reads.
+        # A tensor for a parameter; for its state a dictionary, which no call reads.
         held: list[Any] = memory.held
         held[storage], memory.pending_copies[storage] = start()
 
@@ -327,12 +327,12 @@ def _fetch(start: Callable[[], tuple[Any, Wait]], storage: int) -> Instruction:
 def _update(
     parameter: ParameterState, storage: int | None, state: int | None, load: ViewLoad
 ) -> Instruction:
-    """Update a parameter whose gradient is complete; None: a storage that is not copied."""
+    """Update a parameter whose gradient is complete; a storage that is not copied is None."""
 
     def update(memory: Memory) -> None:
         held: list[Any] = memory.held
         gradient = load(held)
-        # First: where the update fails half-way, the next forward pass is refused.
+        # Marked first: if the update fails half-way, the next forward pass must raise.
         parameter.mark_updated()
         if state is None and storage is None:
             parameter.update_in_place(gradient)
