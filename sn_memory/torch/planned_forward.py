@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 
+from ..base.errors import PlanError
+from ..plan.plan import BudgetError
 from .accumulation import fitting
 from .eager.higher_derivatives import PlainStep, without_plan
+from .errors import ReplayError, TraceError
 from .model.modes import (
     OF_CHECKPOINT,
     caches_weights,
@@ -29,6 +32,8 @@ from .model.wrapping import RECORD, exported, plain_class, plain_model, uninitia
 from .new_inputs import step_for
 from .planned import PlanRecord, StepCache
 from .step import Call, Step
+
+_OF_PLANNING = (BudgetError, PlanError, ReplayError, TraceError, torch.OutOfMemoryError)
 
 
 class PlannedForward:
@@ -54,8 +59,23 @@ class PlannedForward:
             kind, parameters, buffers = record.guards.lookup(self, (args, kwargs), inputs.kept)
             kind = inputs.known(kind)
             step = inputs.step(kind)
+            failure = None
             if step is None:
-                step = step_for(self, record, kind, (args, kwargs))
+                try:
+                    step = step_for(self, record, kind, (args, kwargs))
+                except _OF_PLANNING:
+                    raise
+                except Exception as error:
+                    if "allocate memory" in str(error):  # the CPU's allocator has no class for it
+                        raise
+                    failure = error
+            if failure is not None:
+                # Most often the model's own error. Planning leaves no trace, but a forward pass
+                # that raises changes buffers and the random state, and a caller who skips the
+                # batch continues from there.
+                with record.all_brought():
+                    plain(self, *args, **kwargs)
+                raise failure
             if step is None:
                 with record.all_brought():
                     return plain(self, *args, **kwargs)

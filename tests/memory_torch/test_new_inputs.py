@@ -317,6 +317,39 @@ def test_strict(looking):
             cooled.zero_grad()
 
 
+@pytest.mark.parametrize("backend", ["graph", "regions", "modules"])
+def test_a_forward_that_raises_leaves_what_the_plain_one_leaves(backend):
+    """Loops that skip a batch continue with its buffers and random numbers."""
+
+    class Fails(nn.Module):
+        fail = False
+
+        def __init__(self):
+            super().__init__()
+            self.block = nn.Sequential(nn.Linear(32, 32), nn.BatchNorm1d(32), nn.Dropout(0.1))
+            self.last = nn.Linear(32, 32)
+
+        def forward(self, x):
+            x = self.block(x)
+            if self.fail:
+                raise KeyError("a batch to skip")
+            return self.last(x)
+
+    torch.manual_seed(0)
+    plain, x = Fails(), torch.randn(64, 32)
+    model = plan(copy.deepcopy(plain), x, "150%", backend=backend, profile=False)
+    ends = []
+    for one in (plain, model):
+        torch.manual_seed(1)
+        one(x).sum().backward()
+        one.fail = True
+        with pytest.raises(KeyError, match="a batch to skip") as raised:
+            one(x)
+        assert raised.value.__context__ is None
+        ends.append([torch.rand(1), *(buffer.clone() for buffer in one.buffers())])
+    assert all(map(torch.equal, *ends))
+
+
 def test_larger_inputs_are_measured_again_by_modules():
     """Today's budget was kept on the sample alone."""
     model = mlp(6)
