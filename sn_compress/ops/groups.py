@@ -1,14 +1,14 @@
-"""Groups of floats on a grid of 2, 4, 16 or 256 points, rounded at random: unbiased, bounded.
+"""Groups of floats on a grid of 2, 4, 16 or 256 points, stochastically rounded: unbiased, bounded.
 
-Rounding to nearest is biased as soon as a step is as wide as the values are spread, and what is
-built from many such values is then wrong in one direction. Here each element goes up with the
-probability of its distance, so that errors average out. A group's grid is as fine as its own
-values allow, never coarser than the bound; an element off the grid escapes, as it is. A group that
-has a zero has it on its grid, or, at one bit, lets it escape where both signs have more elements:
-zeros stay zero.
+Rounding to nearest is biased once a step is as wide as the spread of the values, and results
+computed from many such values are then off in one direction. Here each element is rounded up with a
+probability equal to its distance from the point below, so that errors average out. A group's grid
+is as fine as its values allow, never coarser than the bound; elements off the grid escape, i.e. are
+stored exactly. If a group contains zeros, zero is on its grid, or, at one bit, zeros escape if both
+signs have more elements: zeros stay zero.
 
-Random numbers are a hash of (key, position), 32 bits each for two elements (rounds of multiply and
-shift with the constants of C. Wellons' lowbias32): any part can be done by itself, in any order.
+Random numbers are a hash of (key, position), 32 bits for two elements (rounds of multiply and shift
+with the constants of C. Wellons' lowbias32): any part can be computed by itself, in any order.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ Values = npt.NDArray[np.float32] | npt.NDArray[np.float16] | npt.NDArray[np.uint
 Steps = npt.NDArray[np.uint16]
 
 WIDTHS = (1, 2, 4, 8)
-UNFIT = 0x7B800000  # bits of 2**120: from here on, NaN included, an element escapes
+UNFIT = 0x7B800000  # bits of 2**120: elements from there on, and NaN, escape
 FINEST = np.float32(2.0**-110)
 _EDGE = np.float32(2.0**-10)  # of a step
-_TILE, _TILE_ROWS = 256, 32  # elements of a tile of C++, of a row and across
-_CHUNK = 1 << 18  # elements a thread takes at a time: a multiple of every group, so none is cut
+_TILE, _TILE_ROWS = 256, 32  # size of a tile in C++: elements of a row, and rows
+_CHUNK = 1 << 18  # elements a thread processes at a time: a multiple of every group size
 
 
 class Grids(NamedTuple):
-    """What `pack` makes of [n] values in ng groups.
+    """The result of `pack` for [n] values in ng groups.
 
     bases : [ng] float32, the lowest point of each grid
-    steps : [ng] uint16, the upper halves of float32 distances of two points
-    spread : [ng] uint32, the sum over a group of g (256 - g), where g / 256 is how far an element
-        is from the point below it; times step**2 / 65536 the variance of its rounding
+    steps : [ng] uint16, upper halves of the float32 distances between adjacent points
+    spread : [ng] uint32, the sum over a group of g (256 - g), where g / 256 is the distance of an
+        element from the point below; times step**2 / 65536, the variance of the group's rounding
     codes : [packed_bytes(n, bits)] uint8
     at, values : positions, ascending int64, and values of the elements that escape
-    zeros : how many elements are zero, int64; counted with `spread`
+    zeros : number of zero elements, int64; counted with `spread`
     """
 
     bases: Floats
@@ -57,29 +57,29 @@ class Grids(NamedTuple):
     zeros: np.int64
 
     def variance(self, n: int) -> float:
-        """The mean variance of the rounding, over all n elements."""
+        """Return the mean variance of the rounding, over all n elements."""
         exact = np.asarray(step_values(self.steps), np.float64)
         return float(np.dot(exact * exact, self.spread) / 65536 / max(n, 1))
 
 
 def step_values(steps: Steps) -> Floats:
-    """The steps as numbers, [ng] float32."""
+    """Convert steps to floats, [ng] float32."""
     return (steps.astype(np.uint32) << 16).view(np.float32)
 
 
 def fraction_of(bits: int) -> int:
-    """Bits of the way above a point; with a code's at most 23, as decision 110 says."""
+    """Return the bits of a distance above a point; with the code's, at most 23 (decision 110)."""
     return min(16, 23 - bits)
 
 
 def keys(seed: int, step: int) -> tuple[int, int]:
-    """Two words that stand for (seed, step) in the hash; both from 0 to 2**64 - 1."""
+    """Return two words that represent (seed, step) in the hash; both are from 0 to 2**64 - 1."""
     key = seed & 0xFFFFFFFF, seed >> 32
     return _word(2 * step, key), _word(2 * step + 1, key)
 
 
 def _word(at: int, key: tuple[int, int]) -> int:
-    """The word of one position; see `random_words`."""
+    """Return the random word of one position; see `random_words`."""
     other = key[1] + (at >> 32) * 0x85EBCA6B
     x = (at * 0x9E3779B9 + key[0] ^ other) & 0xFFFFFFFF
     x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
@@ -93,13 +93,13 @@ def pack(
 ) -> Grids:  # fmt: skip
     """Round n floats to codes.
 
-    values : of any shape, in C order; a view of turned axes costs no copy, see `Turn`
+    values : of any shape, in C order; a view with permuted axes is not copied, see `Turn`
     bits : 1, 2, 4 or 8
     group : a power of two from 32 to 65536
     bound : above 2**-100; the error of every element is below it, or the element escapes
-    into : memory of the caller's for bases, steps and codes, as long as `Parts.at` says
-    run : elements after which groups and bytes of codes begin anew, of which n is a multiple; 0: n
-    look : whether the variance is wanted; without, packing is faster, `spread` empty, `zeros` 0
+    into : the caller's memory for bases, steps and codes, of the sizes from `Parts.at`
+    run : number of elements, dividing n, after which a new group and byte of codes begin; 0: n
+    look : whether to compute the variance; if not, packing is faster, `spread` empty, `zeros` 0
     """
     core = _native.core()
     turn = Turn.of(values, run, group) if core else None
@@ -129,7 +129,7 @@ def pack(
             packed.append((chunk, at, lost, zeros))
         return packed
 
-    # Threads take parts from a queue; escapes are to ascend whoever was faster.
+    # Threads take parts from a queue; escapes must ascend, whichever thread was faster.
     shares = _native.parallel(work, range(parts.count), threads)
     packed = sorted((part for share in shares for part in share), key=lambda part: part[0])
     at = np.frombuffer(b"".join(part[1] for part in packed), np.int64)
@@ -141,9 +141,9 @@ def unpack(
     bases: Floats, steps: Steps, packed: codes.Bytes, n: int, bits: int, group: int,
     threads: int = 1, out: Values | None = None, run: int = 0,
 ) -> Values:  # fmt: skip
-    """Return the values of codes, [n], in `out` or float32, without escapes.
+    """Return the values of codes, [n], in `out` or a new float32 array, without escapes.
 
-    out : n elements of any shape, in C order; a view of turned axes costs no copy, see `Turn`
+    out : n elements of any shape, in C order; a view with permuted axes is not copied, see `Turn`
     """
     out = np.empty(n, np.float32) if out is None else out
     core = _native.core()
@@ -157,13 +157,13 @@ def unpack(
             start, stop, inner = parts.part(chunk)
             here, bytes_ = parts.slices(start, stop)
             if core is None:
-                filled = -(-inner * bits // 8) * 8 // bits  # a run's codes and what fills its byte
+                filled = -(-inner * bits // 8) * 8 // bits  # codes of a run, padded to whole bytes
                 got = codes.unpack_codes(packed[bytes_], (stop - start) // inner * filled, bits)
                 got = got.reshape(-1, filled)[:, :inner].ravel()
                 lengths = np.diff(_starts(got.size, inner, group), append=got.size)
                 base = np.repeat(bases[here], lengths)
                 step = np.repeat(step_values(steps[here]), lengths)
-                with np.errstate(all="ignore"):  # a damaged payload may hold anything
+                with np.errstate(all="ignore"):  # a corrupt payload may contain anything
                     flat[start:stop] = narrowed(base + got.astype(np.float32) * step, out.dtype)
             else:
                 some, strides = (flat, (stop - start, *numbers)) if turn else (flat[start:stop], ())
@@ -179,10 +179,10 @@ def unpack(
 
 
 class Turn(NamedTuple):
-    """A view of turned axes as C++ packs it, in tiles: see struct Turn of csrc/compress/groups.h.
+    """A view with permuted axes, packed in tiles by C++: see struct Turn in csrc/compress/groups.h.
 
-    memory : its [n] elements in the order of memory, no copy
-    numbers : how an element of a row lies there
+    memory : its [n] elements in memory order, not copied
+    numbers : sizes and strides by which C++ locates the elements of a row
     """
 
     memory: npt.NDArray[Any]
@@ -190,19 +190,19 @@ class Turn(NamedTuple):
 
     @classmethod
     def of(cls, values: npt.NDArray[Any], run: int, group: int) -> Turn | None:
-        """The turn of a view whose rows are runs; None if it is in order, or has to be copied.
+        """Return the turn of a view whose rows are runs; None if contiguous, or a copy is needed.
 
-        Rows and runs may have two axes each, of which one has its elements side by side.
+        Rows and runs may have up to two axes each; the innermost axis of one must be contiguous.
         """
-        # A tile of C++ has 256 elements of a row, and a group may not be cut.
+        # A tile in C++ has 256 elements of a row, and groups must not be split.
         if values.flags.c_contiguous or not run or group > _TILE:
             return None
         memory = values.transpose(np.argsort([-stride for stride in values.strides], kind="stable"))
         rows: list[tuple[int, int]] = []
         runs: list[tuple[int, int]] = []
         inner = 1
-        # From the innermost axis out: axes of runs until a run is full, then those of rows; two
-        # that lie as one in memory are one.
+        # From the innermost axis outwards: axes of runs until a run is complete, then those of
+        # rows; adjacent axes that are contiguous in memory are merged.
         for size, stride in reversed(list(zip(values.shape, values.strides, strict=True))):
             axes = runs if inner < run else rows
             inner *= size
@@ -221,25 +221,25 @@ class Turn(NamedTuple):
 
 
 def _most(turn: Turn | None, run: int, threads: int) -> int:
-    """Elements of a part that a thread takes at a time: of a turned view rows that fill tiles."""
+    """Return the maximum part a thread takes at a time: of a `Turn`, rows that fill tiles."""
     if threads < 2 and _native.core():
-        return 1 << 62  # C++ goes through all of it in one call
+        return 1 << 62  # C++ processes everything in one call
     tiles = _TILE_ROWS * run
     return max(_CHUNK // tiles, 1) * tiles if turn else _CHUNK
 
 
 class Parts:
-    """[n] elements in runs, cut where groups begin into parts of `most` elements at most."""
+    """[n] elements in runs, split at group boundaries into parts of at most `most` elements."""
 
     def __init__(self, n: int, bits: int, group: int, run: int, most: int = _CHUNK) -> None:
         self.n, self.bits, self.group, self.run = n, bits, group, run or max(n, 1)
-        # Of each run, or whole runs, as many as are short enough together.
+        # Pieces of a run if it is longer than `most`, else as many whole runs as fit.
         self._step = most if self.run > most else most // self.run * self.run
         self._of_run = -(-self.run // most) if self.run > most else 0
         self.count = n // self.run * self._of_run or -(-n // self._step)
 
     def part(self, number: int) -> tuple[int, int, int]:
-        """Where it starts and stops, and how long the runs in it are."""
+        """Return the start and stop of a part, and the length of the runs in it."""
         if not self._of_run:
             start = number * self._step
             return start, min(start + self._step, self.n), self.run
@@ -249,19 +249,19 @@ class Parts:
         return start, stop, stop - start
 
     def at(self, element: int) -> tuple[int, int]:
-        """Groups and bytes of codes before an element with which a group begins."""
+        """Return the number of groups and of bytes of codes before the first element of a group."""
         runs, remainder = divmod(element, self.run)
         groups = runs * -(-self.run // self.group) + remainder // self.group
         return groups, runs * -(-self.run * self.bits // 8) + remainder * self.bits // 8
 
     def slices(self, start: int, stop: int) -> tuple[slice, slice]:
-        """Groups, and bytes of codes."""
+        """Return the slices of groups and of bytes of codes for a range of elements."""
         (group, byte), (last, end) = self.at(start), self.at(stop)
         return slice(group, last), slice(byte, end)
 
 
 def _starts(n: int, run: int, group: int) -> npt.NDArray[np.int64]:
-    """Where the groups of [n] elements in runs begin."""
+    """Return the start of each group of [n] elements in runs."""
     return (np.arange(0, n, run)[:, None] + np.arange(0, run, group)).ravel()
 
 
@@ -269,7 +269,7 @@ def _pack_twin(
     values: Floats, first: int, run: int, bits: int, group: int, bound: float,
     key: tuple[int, int], parts: list[Any],
 ) -> tuple[bytes, bytes, int]:  # fmt: skip
-    """Pack in NumPy, the same bits; writes `parts`, returns escapes as bytes, and zeros."""
+    """Pack in NumPy, bit-identically; writes `parts`, returns escapes as bytes, and zeros."""
     n, top = values.size, np.float32(2**bits - 1)
     starts = _starts(n, run, group)
     lengths = np.diff(starts, append=n)
@@ -277,7 +277,7 @@ def _pack_twin(
     magnitude = words & 0x7FFFFFFF
     fit = magnitude < UNFIT
     cap = _half_down(min(bound, 2.0**120))
-    # Bits of floats in the order of integers: those of negative numbers turned around.
+    # Make the bits of floats order like integers: reverse the order of negative numbers.
     keys_ = words ^ ((words >> 31) & 0x7FFFFFFF)
     info = np.iinfo(np.int32)
     low = np.minimum.reduceat(np.where(fit, keys_, info.max), starts)
@@ -285,7 +285,7 @@ def _pack_twin(
     zeros = np.add.reduceat(magnitude == 0, starts, dtype=np.int64)
     below = np.add.reduceat(fit & (values < 0), starts, dtype=np.int64)
     fits = np.add.reduceat(fit, starts, dtype=np.int64)
-    # Two points about zero hold one side only: zeros escape if they are fewer than either side.
+    # Two points with zero cover one sign only: zeros escape if they are fewer than either side.
     zeros_escape = (bits == 1) & (zeros > 0) & (zeros < np.minimum(below, fits - zeros - below))
     some = fits > 0
     base, step = choose(
@@ -298,15 +298,15 @@ def _pack_twin(
     bases, steps = np.repeat(base, lengths), np.repeat(step, lengths)
     exact = np.where(fit, values, bases)
     with np.errstate(over="ignore"):
-        # By the inverse of the step: C++ divides once for a group (decision 110), and bits are
-        # equal.
+        # Multiply by the inverse of the step, as C++ does, which divides once per group (decision
+        # 110): the bits must be equal.
         raw = (exact - bases) * np.repeat(np.float32(1) / step, lengths)
-    # What lies off the grid gets some code; it is overwritten by its escape.
+    # Elements off the grid get an arbitrary code; their escapes overwrite the result.
     q = np.minimum(np.maximum(raw, np.float32(0)), top)
-    # Off the grid by more than what rounding does: its end would be within the bound, but biased.
+    # On the grid up to rounding error. Farther off, its end may be within the bound, but biased.
     on = (raw > -_EDGE) & (raw < top + _EDGE)
-    # A random integer is added and what lies below the point cut off: up with the probability of
-    # the distance, without a comparison.
+    # Add a random integer and truncate the fraction: rounds up with a probability equal to the
+    # distance, without a comparison.
     fraction = fraction_of(bits)
     points = np.rint(q * np.float32(2**fraction)).astype(np.int32)
     code = points + (random_halves(first, n, key) >> (16 - fraction)) >> fraction
@@ -336,7 +336,7 @@ def _widened(values: npt.NDArray[Any]) -> Floats:
 
 
 def narrowed(values: Floats, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-    """float32 as float16 or the bits of bfloat16, to nearest, ties to even."""
+    """Round float32 to float16 or the bits of bfloat16, to nearest, ties to even."""
     if dtype != np.uint16:
         return values.astype(dtype)
     words = values.view(np.uint32)
@@ -347,19 +347,19 @@ def narrowed(values: Floats, dtype: np.dtype[Any]) -> npt.NDArray[Any]:
 def choose(
     low: Floats, high: Floats, zero: npt.NDArray[np.bool_], levels: int, cap: np.float32
 ) -> tuple[Floats, Floats]:
-    """Lowest point and step of the grid of each group, given its extremes and if it has a zero.
+    """Choose each group's lowest point and step, from its extremes and whether it has a zero.
 
-    Without a zero, or where zero is the lowest value, the grid begins there and spans the group.
-    Else it has `below` points below zero: the number, of two candidates, that makes it finest. Two
-    points (one bit) hold zero and the farther side, unless `pack` lets zeros escape. Where the
-    finest grid is coarser than `cap`, the bound, it becomes that, and lies where most of the group
-    is likely to be: at its inner end, or about zero.
+    Without a zero, or if zero is the lowest value, the grid starts at the lowest value and spans
+    the group. Else it has `below` points below zero: of two candidates, the one with the finer
+    grid. Two points (one bit) are zero and the extreme farther from it, unless `pack` lets zeros
+    escape. If the finest grid is coarser than `cap`, the bound, its step becomes `cap`, and it is
+    placed where most of the group is likely to be: at its inner end, or around zero.
     """
     one = np.float32(1)
     top = np.float32(levels)
     both = (low < 0) & (high > 0)
     lattice = zero & (low < 0)
-    with np.errstate(all="ignore"):  # each formula meets groups that it is not for
+    with np.errstate(all="ignore"):  # formulas are also evaluated for groups they do not apply to
         if levels == 1:
             below = np.where(-low > high, one, np.float32(0))
             inner = np.where(-low > high, -low, high)
@@ -373,7 +373,7 @@ def choose(
             inner = np.minimum(step_a, step_b)
         below = np.where(both, below, top)
         step = np.where(lattice, np.where(both, inner, -low / top), (high - low) / top)
-        # Steps travel as upper halves of float32. Up: a grid rounded down would not span its group.
+        # Steps are upper halves of float32, rounded up: else a grid would not span its group.
         step = np.maximum(_half_up(step), FINEST)
         base = np.where(lattice, -below * step, low)
         half = np.floor((top + one) / np.float32(2))
@@ -387,7 +387,7 @@ def choose(
 
 
 def random_words(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uint32]:
-    """[n] uint32, those of the positions from `first` on."""
+    """Return the random words of n positions from `first` on, [n] uint32."""
     at = np.arange(first, first + n, dtype=np.uint64)
     other = np.uint32(key[1]) + (at >> np.uint64(32)).astype(np.uint32) * np.uint32(0x85EBCA6B)
     x = (at.astype(np.uint32) * np.uint32(0x9E3779B9) + np.uint32(key[0])) ^ other
@@ -399,7 +399,7 @@ def random_words(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uin
 
 
 def random_halves(first: int, n: int, key: tuple[int, int]) -> npt.NDArray[np.uint16]:
-    """[n] uint16, those of the positions from `first` on: two of a word, the lower half first."""
+    """Return random halves of words from `first` on, [n] uint16; two per word, the lower first."""
     pair = first >> 1
     words = random_words(pair, (first + n + 1 >> 1) - pair, key)
     return words.astype("<u4").view("<u2")[first & 1 :][:n]

@@ -1,8 +1,8 @@
-"""Sparse vectors as lists: the k largest of each chunk, their indices and their values.
+"""Sparse vectors as lists: the k largest elements of each chunk, as indices and values.
 
-`chunk=None` is one chunk for all, indices from the start of the vector; with chunks, indices count
-from the start of their own, so that few bits hold them. A vector's rest is a shorter chunk with
-its own k.
+`chunk=None` is one chunk for all, with indices from the start of the vector; with chunks, indices
+are relative to the start of their chunk, so that they need few bits. The remainder of a vector is a
+shorter chunk with its own k.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Positions = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Run:
-    """Equal chunks in a row: `count` of `length` elements, of each of which `kept` travel."""
+    """Adjacent chunks of equal length: `count` of `length` elements, `kept` of each are sent."""
 
     start: int
     count: int
@@ -34,7 +34,7 @@ class Run:
 
 
 def runs(n: int, chunk: int | None, kept: Callable[[int], int]) -> list[Run]:
-    """How n elements are cut: the full chunks, then the rest; at most two runs."""
+    """Split n elements into chunks: the full ones, then the remainder; at most two runs."""
     size = n if chunk is None else chunk
     full = n // size if size else 0
     cut = [(0, full, size)] if full else []
@@ -44,22 +44,22 @@ def runs(n: int, chunk: int | None, kept: Callable[[int], int]) -> list[Run]:
 
 
 def total(cut: list[Run]) -> int:
-    """Elements that travel, all runs together."""
+    """Return the number of elements sent, over all runs."""
     return sum(run.count * run.kept for run in cut)
 
 
 def largest(values: npt.NDArray[np.float32], k: int) -> Positions:
-    """Positions of the k largest magnitudes in each row, ascending, [nb, k]; ties to the lower.
+    """Return positions of each row's k largest magnitudes, ascending, [nb, k]; ties to the lower.
 
-    Same answer as a stable sort, in linear time. Bits of a float without its sign order like
-    integers, so all of it is exact.
+    The same result as a stable sort, in linear time. Bits of a float without its sign order like
+    integers, so this is exact.
     """
     nb, length = values.shape
-    # NaN has the largest bits of all, so a vector with NaN has k positions, too.
+    # NaN has larger bits than any number, so a vector with NaN has k positions, too.
     magnitudes = np.ascontiguousarray(values).view(np.uint32) & np.uint32(0x7FFFFFFF)
     if k == length:
         return np.broadcast_to(np.arange(length), (nb, length)).astype(np.int64)
-    # All above the k-th largest, and of those equal to it the first that there is still room for.
+    # All above the k-th largest, and as many of those equal to it, in order, as are still missing.
     threshold = np.partition(magnitudes, length - k, axis=1)[:, length - k, None]
     chosen = magnitudes > threshold
     missing = k - np.count_nonzero(chosen, axis=1)  # [nb] places left for equals
@@ -71,7 +71,7 @@ def largest(values: npt.NDArray[np.float32], k: int) -> Positions:
 
 
 def select(values: npt.NDArray[np.float32], cut: list[Run]) -> tuple[Positions, Positions]:
-    """The largest of each chunk of `values`: indices in their chunks, positions in the vector."""
+    """Select each chunk's largest elements: return indices in chunks, positions in the vector."""
     indices, positions = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     for run in cut:
         inside = largest(values[run.start : run.stop].reshape(run.count, run.length), run.kept)
@@ -81,16 +81,16 @@ def select(values: npt.NDArray[np.float32], cut: list[Run]) -> tuple[Positions, 
 
 
 def locate(indices: Positions, cut: list[Run]) -> Positions:
-    """Positions in the vector of indices read from a payload.
+    """Convert indices read from a payload to positions in the vector.
 
-    Raises PayloadError unless those of each chunk ascend strictly below its length, so that none
-    can be written outside or twice.
+    Raises PayloadError unless the indices of each chunk ascend strictly and are below its length,
+    so that no element is written twice or out of bounds.
     """
     positions, at = [np.zeros(0, np.int64)], 0
     for run in cut:
         inside = indices[at : at + run.count * run.kept].reshape(run.count, run.kept)
         at += inside.size
-        # int64 indices of a forged payload may be negative, which NumPy would count from the end.
+        # int64 indices in a forged payload may be negative, which NumPy counts from the end.
         ascending = (np.diff(inside, axis=1) > 0).all()
         if not (ascending and (inside >= 0).all() and (inside < run.length).all()):
             raise PayloadError(
@@ -102,12 +102,12 @@ def locate(indices: Positions, cut: list[Run]) -> Positions:
 
 
 def index_bytes(cut: list[Run], bits: int) -> int:
-    """Bytes of all indices at `bits` bits each; 32 and 64 are plain integers."""
+    """Return the bytes of all indices at `bits` bits each; 32 and 64 are plain integers."""
     return codes.packed_bytes(total(cut), bits)
 
 
 def write_indices(indices: Positions, bits: int) -> npt.NDArray[np.uint8]:
-    """Indices as `bits` bits each."""
+    """Encode indices with `bits` bits each."""
     if bits == 64:  # pack_codes takes up to 32 bits
         return np.ascontiguousarray(indices, "<i8").view(np.uint8)
     return codes.pack_codes(indices, bits)

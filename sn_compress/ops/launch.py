@@ -1,10 +1,10 @@
-"""What a kernel launch is made of: sizes, tables, constants. Plain NumPy, so it runs anywhere.
+"""The arguments of kernel launches: sizes, tables, constants. Plain NumPy, so it runs anywhere.
 
 A launch takes its table of tensors by value, among the kernel's arguments. The obvious table in
-device memory would have to be uploaded whenever a gradient lies elsewhere, which is a copy from
-the host each step and not allowed inside a CUDA graph. 48 rows fit; more rows, more launches.
+device memory would have to be uploaded whenever a gradient's address changes, which is a copy from
+the host each step and not allowed inside a CUDA graph. 48 rows fit; more rows need more launches.
 
-`Device` is who runs it: CuPy in `_cuda.py`, g++'s build of the same sources in `tests/cuda`.
+`Device` runs the launches: CuPy in `_cuda.py`, a g++ build of the same sources in `tests/cuda`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ VALUES = ("range", "fp16", "sign", "2bit")
 POSITIONS = ("elias-fano", "bitmap", "all")
 DTYPES = ("float32", "float16", "bfloat16")
 
-SMALLEST, LARGEST = 32, 8192  # elements of a block: what one thread block holds in shared memory
-ROWS = 48  # kSections in section.cuh: what fits the 4 KiB of a kernel's arguments
-_MOST_BLOCKS = 2**31 - 1  # of a grid
+SMALLEST, LARGEST = 32, 8192  # elements of a block that one thread block holds in shared memory
+ROWS = 48  # kSections in section.cuh: as many as fit the 4 KiB of a kernel's arguments
+_MOST_BLOCKS = 2**31 - 1  # in a grid
 
-# Twins of the structs of section.cuh and coder.cuh.
+# The layouts of the structs in section.cuh and coder.cuh.
 SECTION = np.dtype([
     ("values", "<u8"), ("memory", "<u8"), ("words", "<u8"), ("totals", "<u8"),
     ("rank_words", "<i8"), ("elements", "<i8"), ("first_block", "<i8"), ("first_word", "<i8"),
@@ -61,17 +61,17 @@ class Device(Protocol):
         shared_bytes: int,
         args: Sequence[Any],
     ) -> None:
-        """Start `kernel`. An argument is a NumPy array of one element, passed by value."""
+        """Launch `kernel`. Each argument is a NumPy array of one element, passed by value."""
 
     def constant(self, key: tuple[Any, ...], values: npt.NDArray[Any]) -> int:
-        """The address of a copy of `values`, made at the first call with this key."""
+        """Return the address of a copy of `values`, made in the first call with this key."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """Records of one layout, and what makes their coefficients.
+    """The layout of records, and the transform that computes their coefficients.
 
-    span : elements of each FFT; of other transforms the block
+    span : elements of each FFT; for other transforms, the block
     """
 
     layout: Layout
@@ -80,24 +80,24 @@ class Format:
 
     @classmethod
     def of(cls, layout: Layout, transform: str, span: int | None = None) -> Format:
-        """The format of a layout whose coefficients come from `transform`, of spans or blocks."""
+        """Return the format of a layout with coefficients from `transform`, of spans or blocks."""
         return cls(layout, transform, spectrum.span_length(span, layout.block))
 
     @property
     def fits_block(self) -> bool:
-        """Whether one thread block can hold a block: the fused kernels' sizes."""
+        """Whether one thread block can hold a block, as the fused kernels require."""
         block = self.layout.block
         return SMALLEST <= block <= LARGEST and not block & (block - 1)
 
     @property
     def threads(self) -> int:
-        """Threads of a block: eight complex points each, whole warps."""
+        """Threads per block: one for eight complex points, in whole warps."""
         return max(32, self.layout.block // 16)
 
     @property
     def program(self) -> Program:
-        # Sixteen blocks or 1024 threads to a multiprocessor leave 64 registers to a thread, which
-        # both kernels keep within.
+        # Sixteen blocks or 1024 threads per multiprocessor leave 64 registers per thread, which is
+        # enough for both kernels.
         resident = min(16, 1024 // self.threads)
         return Program(
             "fused.cu",
@@ -112,23 +112,23 @@ class Format:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory beside the fixed part: the record and the list of 16-bit positions."""
+        """Dynamic shared memory: the record and the list of 16-bit positions."""
         return 4 * (self.layout.words + -(-self.layout.kept // 2))
 
     def settings(
         self, device: Device, *, factor: float, top: int | None = None, ranks: int = 1
     ) -> Struct:
-        """The settings as the kernels take them."""
+        """Return the settings as the kernels take them."""
         layout, settings = self.layout, np.zeros(1, SETTINGS)
         kept, bins = layout.kept, layout.bins
         settings["kept"], settings["bins"], settings["words"] = kept, bins, layout.words
         settings["values"] = VALUES.index(layout.values)
         settings["code_bits"] = layout.code_bits
         settings["mantissa"] = layout.mantissa if layout.values == "range" else 0
-        # Without positions a record has no list of them, and neither does shared memory.
+        # A record that keeps all bins has no list of positions, and neither does shared memory.
         settings["positions"] = POSITIONS.index("all" if kept == bins else layout.positions)
         settings["low"] = low_bits(kept, bins)
-        settings["top"] = -1 if top is None else top  # negative: each block's own
+        settings["top"] = -1 if top is None else top  # negative: each block has its own
         settings["factor"], settings["ranks"] = factor, ranks
         settings["powers"] = powers(device)
         return settings
@@ -138,9 +138,9 @@ class Format:
 class Piece:
     """A run of equal blocks of one tensor: addresses and sizes.
 
-    `memory` is the error memory when encoding, or 0, and the error flags when decoding;
-    `totals` the counters of the payload, or of each rank's; `first_word` where the first record
-    lies in the payload, `rank_words` how far apart the ranks' payloads are, in 32-bit words.
+    `memory` is the error memory, or 0, when encoding, and the error flags when decoding; `totals`
+    the counters of the payload, or of each rank's; `first_word` the offset of the first record in
+    the payload, `rank_words` the distance between the ranks' payloads, both in 32-bit words.
     """
 
     values: int
@@ -155,7 +155,7 @@ class Piece:
 
 
 def powers(device: Device) -> int:
-    """The address of the table that checksums are made with."""
+    """Return the address of the table used to compute checksums."""
     return device.constant(("checksum",), checksum.powers())
 
 
@@ -169,9 +169,9 @@ def encode_blocks(
 def decode_blocks(
     device: Device, form: Format, pieces: Sequence[Piece], *, ranks: int, weight: float
 ) -> None:
-    """Write weight * the sum over the ranks of every block of every piece.
+    """Write every block of every piece: weight times the sum over the ranks.
 
-    A block with a record that cannot be one becomes NaN and raises a flag.
+    A block with an invalid record becomes NaN, and its flag is set.
     """
     _launch(
         device, form, pieces, "decode_blocks", form.settings(device, factor=weight, ranks=ranks)
@@ -191,7 +191,7 @@ def _launch(
     constant = device.constant(("twiddles", form.span, form.transform), table)
     for rows in _rows(pieces):
         sections = np.zeros(1, SECTIONS)
-        at = 0  # blocks so far: by their number a thread block finds its row
+        at = 0  # blocks so far, by which a thread block finds its row
         for i, piece in enumerate(rows):
             sections["at"][0, i] = (
                 piece.values, piece.memory, piece.words, piece.totals, piece.rank_words,
@@ -210,7 +210,7 @@ def _launch(
 
 
 def _rows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in runs that fit one launch, empty ones left out."""
+    """Split the pieces into runs that fit one launch, skipping empty ones."""
     rows: list[Piece] = []
     for piece in pieces:
         if piece.blocks > _MOST_BLOCKS:
@@ -230,7 +230,7 @@ def _rows(pieces: Sequence[Piece]) -> Iterator[list[Piece]]:
 
 @cache
 def twiddles(span: int, transform: str) -> npt.NDArray[np.float32]:
-    """Roots of unity in the order transform.cuh reads them, [m, 2] float32.
+    """Return roots of unity in the order in which transform.cuh reads them, [m, 2] float32.
 
     For each pass after the first, with stride s and radix r: exp(-2 pi i q j / (r s)), q = 1..r-1
     and j = 0..s-1; then exp(-2 pi i k / span) up to a quarter turn; for the DCT also
@@ -247,8 +247,8 @@ def twiddles(span: int, transform: str) -> npt.NDArray[np.float32]:
         turns.append(np.arange(points // 2 + 1) / span)
     if transform == "dct":
         turns.append(np.arange(points + 1) / (4 * span))
-    # NumPy's cosines will do, whatever their last bit: a GPU's transforms are held to a bound, not
-    # to a host's bits (docs/cuda.md). Those of hosts are spectrum.roots.
+    # NumPy's cosines suffice, whatever their last bit: transforms on a GPU must match those of a
+    # host within a bound, not bit by bit (docs/cuda.md). Hosts use spectrum.roots.
     angles = -2 * np.pi * np.concatenate(turns)
     table = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
     table.setflags(write=False)
@@ -265,7 +265,7 @@ SHEETS = np.dtype([("at", SHEET, ROWS)])
 
 @dataclass(frozen=True)
 class Sheet:
-    """One payload, or one of each rank `rank_words` apart; `header` is its first 24 bytes."""
+    """One payload, or one per rank, `rank_words` apart; `header` is its first 24 bytes."""
 
     buffer: int
     totals: int
@@ -281,22 +281,22 @@ THREADS = 128  # kThreads in seal.cu
 
 
 def open_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
-    """Write headers and padding, and set the counters to zero; before encoding."""
+    """Write headers and padding, and reset the counters; called before encoding."""
     _sheets(device, sheets, "open_payloads")
 
 
 def seal_payloads(device: Device, sheets: Sequence[Sheet]) -> None:
-    """Write the number of saturated values and the checksum; after encoding."""
+    """Write the number of saturated values and the checksum; called after encoding."""
     _sheets(device, sheets, "seal_payloads")
 
 
 def open_checks(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
-    """Set the checksums of received payloads to zero; before decoding."""
+    """Set the checksums of received payloads to zero; called before decoding."""
     _sheets(device, sheets, "open_checks", ranks)
 
 
 def check_payloads(device: Device, sheets: Sequence[Sheet], ranks: int) -> None:
-    """Raise flags for headers that are not as expected and wrong checksums; after decoding."""
+    """Set flags for unexpected headers and wrong checksums; called after decoding."""
     _sheets(device, sheets, "check_payloads", ranks)
 
 

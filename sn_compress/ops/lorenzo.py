@@ -1,8 +1,8 @@
-"""Pre-quantise by twice the bound, predict integers from neighbours, entropy-code differences.
+"""Pre-quantize by twice the bound, predict integers from neighbours, entropy-code differences.
 
-The scheme of SZ and cuSZ (Tian et al., PACT 2020, "dual quantization"), which the paper on
-compressed activations uses (Jin et al., arXiv 2011.09017). As quantising comes first, integers are
-predicted, and decoding adds no further error. Huffman coding is left to zlib, which also shortens
+The scheme of SZ and cuSZ (Tian et al., PACT 2020, "dual quantization"), used by the paper on
+compressed activations (Jin et al., arXiv 2011.09017). As quantization comes first, prediction is on
+integers, and decoding adds no further error. Huffman coding is left to zlib, which also shortens
 runs: after a ReLU most symbols are zero.
 """
 

@@ -1,12 +1,12 @@
-"""Orthonormal rows from whole numbers, with the same bits in every library and on every device.
+"""Orthonormalization of integer rows, bit-identical in every library and on every device.
 
-What LAPACK makes of a matrix depends on the library, the processor and the number of threads. The
-rows here are sums of digits, so their products are whole numbers below 2**53, which float64 sums
-exactly in any order. The rest is a small matrix, taken apart element by element: no sum in it
-has an order to choose. The transform is rounded to whole numbers times a power of two, so that its
-product with the rows is exact again, and the result is rounded once.
+LAPACK's results depend on the library, the processor and the number of threads. The rows here are
+sums of digits, so sums of their products are integers below 2**53, which float64 sums exactly in
+any order. What remains is the factorization of a small matrix, element by element: no sum in it
+leaves its order open. The transform is rounded to integers times a power of two, so that its
+product with the rows is exact as well, and the result is rounded once.
 
-Gram-Schmidt in this form loses what rows have in common, squared: rows of digits have few bits.
+Gram-Schmidt in this form squares the condition number: tolerable, as rows of digits have few bits.
 """
 
 from __future__ import annotations
@@ -46,37 +46,37 @@ from .fixed_point import integers
 Positions = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-SUM_BITS = 15  # of the magnitude of a whole number in a row
-_EXACT = 53  # bits of whole numbers that float64 holds
-_LEAST = 0.5  # of a squared norm: whole numbers that are not zero have at least one
-_BITS = 30  # of the transform
+SUM_BITS = 15  # bits of the magnitude of an integer in a row
+_EXACT = 53  # bits of the integers that float64 represents
+_LEAST = 0.5  # least nonzero squared norm: that of nonzero integers is at least 1
+_BITS = 30  # maximum for the transform
 _HUGE = 1e300  # larger than any term of an elimination
 
 
 def most(width: int) -> int:
-    """The largest magnitude for which the products of rows [width] are exact."""
+    """Return the largest magnitude for which the products of rows [width] are exact."""
     return int(min(2**SUM_BITS - 1, math.isqrt(2**_EXACT // max(width, 1))))
 
 
 class Orthonormal:
     """Gram-Schmidt over many matrices at once.
 
-    Matrices of about equal size are filled up with zeros and share their products, so that what is
-    launched on a device hardly grows with the number of matrices.
+    Matrices of similar size are padded with zeros and share batched products, so that the number of
+    launches on a device hardly grows with the number of matrices.
 
-    shapes : of each matrix: rows, and numbers in a row
+    shapes : (rows, width) of each matrix
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
         groups: dict[tuple[int, int], list[int]] = {}
         for at, (rows, width) in enumerate(shapes):
-            # Of about equal size: rows within a factor of four, widths within two. Zeros that fill
-            # a matrix up cost arithmetic; a group more costs launches.
+            # Similar size: rows within a factor of four, widths within two. Padding costs
+            # arithmetic; another group costs launches.
             groups.setdefault(((rows.bit_length() + 1) // 2, width.bit_length()), []).append(at)
         ends = np.cumsum([0, *(rows * width for rows, width in shapes)])
         self._table, self._ends = np.array(shapes, np.int64), ends
         n, self._rows = int(ends[-1]), max(rows for rows, _ in shapes)
-        self.bits = _bits(self._rows)  # of the transform
+        self.bits = _bits(self._rows)  # bits of the transform
         self._groups: list[tuple[int, int, int]] = []  # matrices, and rows and width of each
         places, rows_of = [], []
         some: list[Bools] = []
@@ -84,7 +84,7 @@ class Orthonormal:
             first = len(some)
             rows, width = (max(shapes[at][axis] for at in members) for axis in (0, 1))
             self._groups.append((len(members), rows, width))
-            place = np.full((len(members), rows, width), n)  # a zero behind all others
+            place = np.full((len(members), rows, width), n)  # index of a zero appended to the rows
             for target, at in zip(place, members, strict=True):
                 height, length = shapes[at]
                 target[:height, :length] = np.arange(ends[at], ends[at + 1]).reshape(height, length)
@@ -100,9 +100,9 @@ class Orthonormal:
     def _place(self, place: Positions, row_of: Positions, some: Bools, n: int) -> None:
         """Set the gather indices into groups and back; None where numbers are in place.
 
-        place : the source of each number of a group, or n if it has none
-        row_of : the row of each, counted as if all matrices had the most rows
-        some : [matrices, most rows], rows that a matrix has in its group
+        place : the source of each number of a group, or n for padding
+        row_of : the row of each, counted as if all matrices had the largest number of rows
+        some : [matrices, most rows], which rows exist in a matrix's group
         """
         self._total = len(some)
         self._unit = Constant(np.eye(self._rows))
@@ -123,7 +123,7 @@ class Orthonormal:
             self._square, self._within = Constant(within), Constant(np.flatnonzero(square))
 
     def _place_squares(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """Set the indices of the Gram matrices, and each row's place among all."""
+        """Set the indices of the Gram matrices, and each row's index among all rows."""
         self._shapes = tuple(shapes)
         squares = [rows * rows for rows, _ in shapes]
         ends = np.cumsum([0, *squares])
@@ -141,19 +141,19 @@ class Orthonormal:
     def __call__(self, sums: Array, instead: Array | None = None) -> Array:
         """Return orthonormal rows with the same span, [n] float32.
 
-        Each row is made orthogonal to those before it, and of length 1. One that depends on them
-        becomes zeros, or is taken from `instead`, [n] float32.
+        Each row is made orthogonal to those before it, and of unit length. A row that is linearly
+        dependent on them becomes zeros, or is taken from `instead`, [n] float32.
 
         sums : [n] integers of any dtype, matrix after matrix; at most `most(width)` in magnitude
         """
         if (rows := self._compiled(sums, instead)) is not None:
             return rows
-        with full_fp32_matmul(sums):  # a row of zeros is divided by, and put aside
+        with full_fp32_matmul(sums):  # rows of zeros cause divisions by zero, which are masked
             wide = namespace(sums).astype(sums, namespace(sums).float64)
             return (self._one_by_one if is_fixed(sums) else self._padded)(wide, instead)
 
     def _compiled(self, sums: Array, instead: Array | None) -> Array | None:
-        """Compute the same bits by the extension, matrix by matrix; None where it cannot."""
+        """Compute the same bits in the extension, matrix by matrix; None if not possible."""
         wide = host_view(sums, FLOAT64)
         view = host_view(sums, INT32) if wide is None else wide
         other = None if instead is None else host_view(instead)
@@ -165,7 +165,7 @@ class Orthonormal:
         rows = xp.empty(sums.shape[0], dtype=xp.float32, device=device_of(sums))
         out, bits = to_host(rows), self.bits
         threads = host_threads(sums)
-        # On one thread all matrices in one call: calls on small arrays cost more than their work.
+        # With one thread, all matrices in one call: on small arrays it costs more than the work.
         step = len(self._table) if threads == 1 else 1
 
         def work(firsts: Iterator[int]) -> None:
@@ -212,9 +212,9 @@ class Orthonormal:
         return xp.where(take(xp.reshape(alive, (-1,)), self._row_of.on(alive)), result, instead)
 
     def _one_by_one(self, sums: Array, instead: Array | None) -> Array:
-        """Compute the same bits matrix by matrix, for a library that copies whatever it moves.
+        """Compute the same bits matrix by matrix, for a library whose indexing copies.
 
-        A graph has no launches to save by padding matrices, and only their squares are moved.
+        A graph has no launches to save by padding matrices, and only Gram matrices are gathered.
         """
         xp, count, rows = namespace(sums), len(self._shapes), self._rows
         sizes = [height * width for height, width in self._shapes]
@@ -254,15 +254,15 @@ def _with_zero(values: Array) -> Array:
 
 
 def _bits(rows: int) -> int:
-    """Of the transform, so that `rows` products with whole numbers are summed exactly."""
+    """Return the bits of the transform with which sums of `rows` products are exact."""
     return min(_BITS, _EXACT - 1 - SUM_BITS - (rows - 1).bit_length())
 
 
 def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
-    """L**-1 for gram = L L**T, [k, r, r], lower triangular, and [k, r] where a row is not zero.
+    """Return lower triangular L**-1 for gram = L L**T, [k, r, r], and nonzero rows, [k, r] bool.
 
-    Gauss's elimination of [gram, unit], row after row. What step j changes lies in r columns side
-    by side: those of the gram matrix behind j, and those of the transform up to j.
+    Gaussian elimination of [gram, unit], row by row. Step j changes r adjacent columns only: those
+    of the Gram matrix after j, and those of the transform up to j.
 
     unit : [r, r]
     """
@@ -272,13 +272,13 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
     nothing = xp.zeros_like(gram[:, 0, 0])
     inverses = []
     for j in range(rows):
-        # A row that depends on those before it has nothing left: its scale is zero, not infinite.
+        # Nothing remains of a row that depends on those before: its scale is zero, not infinite.
         pivot = both[:, j, j]
         scale = xp.where(pivot >= _LEAST, inverse(pivot), nothing)
         inverses.append(scale)
         if j + 1 < rows:
             below = both[:, j + 1 :, j] * scale[:, None]
-            # Two operations: nothing may make one of them, which rounds once less.
+            # Two operations, which must not be fused: that would round once less.
             terms = below[:, :, None] * both[:, j : j + 1, j + 1 : j + 1 + rows]
             trailing = both[:, j + 1 :, j + 1 : j + 1 + rows]
             trailing -= terms
@@ -287,10 +287,10 @@ def _transform(gram: Array, unit: Array) -> tuple[Array, Array]:
 
 
 def _transform_copies(gram: Array) -> tuple[Array, Array]:
-    """Compute the same without changes in place: each step makes new columns.
+    """Compute the same without changing arrays in place: each step creates the columns anew.
 
-    There are r of them; a step drops the first and gains one of the transform: what it subtracted
-    from a column of `unit` that was zero. Its row of the transform is the end of the top one.
+    There are r of them; a step drops the first and appends one of the transform: what is subtracted
+    from a zero column of `unit`. The end of the top row is its row of the transform.
     """
     xp = namespace(gram)
     total, rows = gram.shape[0], gram.shape[1]
@@ -306,7 +306,7 @@ def _transform_copies(gram: Array) -> tuple[Array, Array]:
         if j + 1 < rows:
             column, body = xp.split(lower, [1, rows - 1], axis=2)
             below = column * scale
-            # No bound at all, but an operation between the two: XLA makes one of them otherwise.
+            # Has no effect, but is an operation between the two: else XLA would fuse them.
             terms = xp.maximum(below * tail, -_HUGE)
             window = xp.concat([body - terms, 0 - below], axis=2)
     scales = xp.concat(inverses, axis=1)
@@ -321,7 +321,7 @@ def _transform_copies(gram: Array) -> tuple[Array, Array]:
 
 @cache
 def _sheared(rows: int) -> Constant:
-    """Where the transform's numbers are: the ends of rows, a zero behind these, and a one."""
+    """Return the indices of the transform's numbers: ends of rows, then a zero, and a one."""
     row, column = np.indices((rows, rows))
     place = np.where(column < row, row * rows + rows - row + column, rows * rows)
     return Constant(np.where(column == row, rows * rows + 1, place).reshape(-1))

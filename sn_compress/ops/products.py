@@ -1,27 +1,27 @@
 """Tensors as matrices, their products with few directions, and sums of gradient and memory.
 
-**Products** with a few directions are what a low-rank step spends its time on. Factors lie
-transposed, [directions, rows] and [directions, columns]. On a host with AVX2 or more the compiled
-kernels compute them: an order of sums of their own, the same for every instruction set, block and
-thread, and no fused multiply-add, so that the bits are the same on all of them. The array forms are
-the oracle: equal to within the rounding of float32 sums.
+**Products** with a few directions take most of the time of a low-rank step. Factors are stored
+transposed, [directions, rows] and [directions, columns]. On a host with AVX2 or more, the compiled
+kernels compute them with a fixed summation order, the same for every instruction set, block and
+thread, and without fused multiply-add, so that results are bit-identical on all of them. The array
+forms are the reference: equal to within the rounding of float32 sums.
 
-**A tensor as a matrix** is its axes cut in two. The obvious cut is the first axis against all
-others, as PowerSGD has it. It suits kernels that lie as (out, in, height, width). Keras keeps
-(height, width, in, out), of which it makes a matrix of three rows; stacks of experts and the
+**A tensor as a matrix** is its shape split between two axes. The obvious split is the first axis
+against all others, as in PowerSGD. It suits kernels of shape (out, in, height, width). Keras has
+(height, width, in, out), which gives a matrix of three rows; stacks of experts and the
 (heads, d, D) kernels of attention fare no better. A factor of rank r has r (rows + columns)
-numbers, so the cut is made where that sum is least.
+numbers, so the split with the least sum is chosen.
 
-**Where a matrix is strongest** a power iteration finds. PowerSGD takes one iteration a step, from
-the factor of the step before; who has no such factor, or an old one, takes more (Halko, Martinsson,
-Tropp 2011, algorithm 4.4). The library's QR makes it orthonormal. Ranks that have to find the same
-bits use `orthonormal.py` in its place.
+**A matrix's dominant directions** are found by power iteration. PowerSGD runs one iteration per
+step, from the previous step's factor; without one, or with an old one, more are needed (Halko,
+Martinsson, Tropp 2011, algorithm 4.4). The library's QR orthonormalizes the result. Ranks that must
+obtain the same bits use `orthonormal.py` instead.
 
-**The hardware's fingerprint** shows whether ranks compute float32 products with the same bits. The
-order in which a library sums up a product depends on the processor, the threads, the release. Their
-names are compared, and a digest of a few products, as a name does not say which kernels a library
-has chosen. Ranks whose fingerprints are equal multiply the last factors in float32, others in one
-order of float64, which takes longer (`allreduce/methods/low_rank.py`).
+**The hardware fingerprint** shows whether ranks compute float32 products with the same bits. The
+order in which a library sums a product depends on the processor, the threads and the release. Their
+names are compared, and a digest of a few products, as a name does not show which kernels a library
+has chosen. Ranks with equal fingerprints multiply the final factors in float32, others in float64
+with a fixed order, which takes longer (`allreduce/methods/low_rank.py`).
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ from ..arrays import (
     to_host,
 )
 
-_CHUNK = 1 << 18  # elements of a matrix that a thread takes at a time
+_CHUNK = 1 << 18  # elements of a matrix that a thread processes at a time
 _Host = npt.NDArray[Any]
 
 
 def kernel(core: Any) -> int | None:
-    """The fastest of the extension's kernels; None where libraries have faster ones."""
-    # Kernel 0 runs on any processor, and is slower there than the products of a BLAS.
+    """Return the fastest of the extension's kernels; None if the libraries' are faster."""
+    # Kernel 0 runs on any processor, but is slower than a BLAS.
     last: int = core.product_kernels() - 1 if core is not None else 0
     return last or None
 
 
 def times_rows(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
-    """[sum of directions * rows]: factor @ matrix.T of each, one behind the other."""
+    """Return factor @ matrix.T of each, concatenated, [sum of directions * rows]."""
     shapes = [(q.shape[0], m.shape[0]) for q, m in zip(factors, matrices, strict=True)]
     flat, sums = _into(matrices, shapes)
     if sums and _run("times_rows", matrices, sums, factors, axis=0):
@@ -78,7 +78,7 @@ def times_rows(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
 
 
 def times_columns(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
-    """[sum of directions * columns]: factor @ matrix of each, one behind the other."""
+    """Return factor @ matrix of each, concatenated, [sum of directions * columns]."""
     shapes = [(p.shape[0], m.shape[1]) for p, m in zip(factors, matrices, strict=True)]
     flat, sums = _into(matrices, shapes)
     if sums and _run("times_columns", matrices, factors, sums, axis=1):
@@ -89,7 +89,7 @@ def times_columns(factors: Sequence[Array], matrices: Sequence[Array]) -> Array:
 def outer(
     left: Sequence[Array], right: Sequence[Array], outs: Sequence[Array] | None
 ) -> list[Array]:
-    """left.T @ right of each, [rows, columns], in `outs` if there are any."""
+    """Return left.T @ right of each, [rows, columns], written to `outs` if not None."""
     if host_view(left[0]) is not None and kernel(_native.core()) is not None:
         xp = namespace(left[0])
         sides = [(a.shape[1], b.shape[1]) for a, b in zip(left, right, strict=True)]
@@ -105,7 +105,7 @@ def outer(
 def subtract_outer(
     matrices: Sequence[Array], left: Sequence[Array], right: Sequence[Array]
 ) -> list[Array]:
-    """Each matrix less left.T @ right, in its place where the library can."""
+    """Subtract left.T @ right from each matrix, in place if possible; return the matrices."""
     if _run("outer", matrices, left, right, axis=0, subtract=True):
         return list(matrices)
     return [
@@ -118,14 +118,14 @@ def _run(
     name: str, matrices: Sequence[Array], left: Sequence[Array], right: Sequence[Array],
     *, axis: int, subtract: bool = False,
 ) -> bool:  # fmt: skip
-    """Run a kernel on pieces of matrices along an axis; False where there is none for them."""
+    """Run a kernel on pieces of matrices along an axis; False if no kernel supports them."""
     if host_view(matrices[0]) is None:
         return False
     core = _native.core()
     fastest = kernel(core)
     if fastest is None:
         return False
-    # All views before the first piece: a product that stops halfway would have been started twice.
+    # Take all views before computing: a fallback halfway would repeat part of an in-place product.
     called: list[tuple[_Host, _Host, _Host]] = []
     for three in zip(matrices, left, right, strict=True):
         views = [host_view(array) for array in three]
@@ -136,8 +136,8 @@ def _run(
     pieces = [
         (at, start, min(start + step, m.shape[axis]))
         for at, (m, _, _) in enumerate(called)
-        # Whole runs of 64, which kernels work on at a time: no sum crosses a piece, so threads and
-        # sizes of pieces change no bit.
+        # Multiples of 64, which kernels process at a time: no sum crosses pieces, so the number of
+        # threads and the sizes of pieces change no bit.
         for step in (max(64, _CHUNK * m.shape[axis] // max(m.size, 1) // 64 * 64),)
         for start in range(0, m.shape[axis], step)
     ]
@@ -155,7 +155,7 @@ def _run(
 def _into(
     matrices: Sequence[Array], shapes: Sequence[tuple[int, int]]
 ) -> tuple[Array, list[Array]]:
-    """Room for products of these shapes, in one vector and each; nothing where no kernel is."""
+    """Allocate a vector for products, and views of these shapes; nothing if there is no kernel."""
     if host_view(matrices[0]) is None or kernel(_native.core()) is None:
         return None, []
     xp, sizes = namespace(matrices[0]), [rows * columns for rows, columns in shapes]
@@ -172,7 +172,7 @@ def _joined(factors: Sequence[Array]) -> Array:
 def exact_outer(
     left: Sequence[Array], right: Sequence[Array], outs: Sequence[Array] | None
 ) -> list[Array]:
-    """See `outer`; one order of sums and one rounding, for ranks of unlike hardware."""
+    """See `outer`; with a fixed order of sums and one rounding, for ranks on different hardware."""
     into = outs or [None] * len(left)
     return [
         _exact(matrix_transpose(a), b, out) for a, b, out in zip(left, right, into, strict=True)
@@ -182,8 +182,8 @@ def exact_outer(
 def _exact(left: Array, right: Array, out: Array | None) -> Array:
     xp = namespace(left)
     left, right = xp.astype(left, xp.float64), xp.astype(right, xp.float64)
-    # One direction after the other, by the standard's elementwise operations: no library may choose
-    # an order of sums, or fuse a product with a sum.
+    # One direction after another, with the array API's elementwise operations: a library can
+    # neither choose the order of sums, nor fuse a product with a sum.
     total = left[:, :1] * right[:1, :]
     for place in range(1, right.shape[0]):
         total = total + left[:, place : place + 1] * right[place : place + 1, :]
@@ -195,10 +195,10 @@ def _exact(left: Array, right: Array, out: Array | None) -> Array:
 
 
 def cut(shape: Sequence[int]) -> tuple[int, int]:
-    """Rows and columns of a tensor as a matrix, by a plain reshape.
+    """Return the rows and columns of a tensor as a matrix, by a plain reshape.
 
     shape : sizes of the axes, 0 or more; () is a scalar
-    Returns (prod(left), prod(right)) of the cut with the least sum; of equal ones, the earliest. A
+    Returns (prod(left), prod(right)) of the split with the least sum; ties go to the earliest. A
     vector is one row.
 
     >>> cut((3, 3, 256, 256)), cut((256, 64, 3, 3)), cut((12, 64, 768)), cut((1000,))
@@ -212,17 +212,17 @@ _SEED = 2019
 
 
 def first_factor(columns: int, rank: int) -> npt.NDArray[np.float32]:
-    """Where a power iteration begins, [columns, rank]: the same normal numbers on every rank."""
+    """Return a power iteration's start, [columns, rank]: the same normal numbers on every rank."""
     rng = np.random.default_rng((_SEED, columns, rank))
     return rng.standard_normal((columns, rank), dtype=np.float32)
 
 
 def directions(matrix: Array, start: Array, rounds: int = 0) -> Array:
-    """Return orthonormal columns, [rows, rank], that hold nearly the most energy of a matrix.
+    """Return orthonormal columns, [rows, rank], that capture nearly the most energy of a matrix.
 
     matrix : [rows, columns], finite, floats; squares of its numbers must not overflow
     start : [columns, rank] of the same type, rank at most rows
-    rounds : iterations beside the first; each costs two products of the matrix
+    rounds : iterations after the first; each costs two products with the matrix
     """
     xp = namespace(matrix)
     basis = xp.linalg.qr(matrix @ start)[0]
@@ -231,13 +231,13 @@ def directions(matrix: Array, start: Array, rounds: int = 0) -> Array:
     return basis
 
 
-_SQUARES_CHUNK = 1 << 18  # elements whose squares are summed by themselves, whatever the threads
+_SQUARES_CHUNK = 1 << 18  # elements whose squares are summed separately, whatever the threads
 
 
 def remember(memory: Array, gradient: Array, decay: float, out: Array | None = None) -> Array:
-    """Memory * decay + gradient, [n] float32.
+    """Return memory * decay + gradient, [n] float32.
 
-    out : another buffer of [n] float32 to write into, neither of the two
+    out : buffer of [n] float32 to write to, distinct from both arguments
     """
     if is_torch(memory):
         return sys.modules["torch"].add(gradient, memory, alpha=decay, out=out)
@@ -251,9 +251,9 @@ def remember(memory: Array, gradient: Array, decay: float, out: Array | None = N
 def remembered(
     memory: Array, gradient: Array, decay: float, out: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return what `remember` does, and the sum of its squares, 0-d float32.
+    """Return the result of `remember`, and the sum of its squares, 0-d float32.
 
-    On a host the extension computes both in one pass, in an order of sums of its own.
+    On a host the extension computes both in one pass, with its own summation order.
     """
     held, new, core = host_view(memory), host_view(gradient), None
     if held is not None and new is not None:
@@ -274,20 +274,20 @@ def remembered(
         return sums
 
     shares = _native.parallel(work, pieces, host_threads(memory))
-    # In order of the pieces, whoever computed them: a sum of floats depends on its order.
+    # In the order of the pieces, whichever thread was first: a sum of floats depends on its order.
     squares = sorted(pair for share in shares for pair in share)
     energy = sum(square for _, square in squares)
     return vector, xp.asarray(energy, dtype=xp.float32)
 
 
-# [rows, directions, columns]: below and above what kernels take at once, and odd ones.
+# [rows, directions, columns]: below and above the kernels' tile sizes, and odd sizes.
 _SHAPES = ((3, 2, 5), (64, 4, 64), (257, 7, 129), (1000, 16, 96), (96, 33, 1000))
 
 
 def hardware_fingerprint(like: Array) -> list[tuple[str, str]]:
-    """What ranks have to say alike, for arrays of the library and on the device of `like`.
+    """Return what must be equal on all ranks, for the array library and device of `like`.
 
-    Brings a few numbers to the host; called at the start, and when ranks have come or gone.
+    Copies a few numbers to the host; called at the start, and when the set of ranks has changed.
     """
     library = namespace(like).__name__.rpartition(".")[2]
     return [
@@ -310,6 +310,6 @@ def _digest(like: Array) -> str:
 @lru_cache(maxsize=32)
 def _factor(rows: int, columns: int) -> Any:
     """Return numbers that use all bits of float32's significand, the same on every machine."""
-    # Full significands: products of few bits would be exact in any order, and show nothing.
+    # Full significands: sums of short products would be exact in any order, and show nothing.
     integers = np.random.default_rng(rows * columns).integers(-(2**23), 2**23, (rows, columns))
     return (integers / 2**23).astype(np.float32)

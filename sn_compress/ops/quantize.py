@@ -1,43 +1,42 @@
-"""What fixes the bits of a record, and how its values become codes.
+"""The layout of a record, and the conversion of its values to codes.
 
-**Range-based N-bit floats** spend the few numbers of an N-bit code on the range that is used. IEEE
-formats spend codes on ranges gradients never visit. Here the float32 numbers with only m
-mantissa bits, in order, form a ladder; 2**N - 1 of its rungs, those just below `high` on either
-side of zero, and zero itself are the representable values ("SuperNeurons: FFT-based Gradient
-Sparsification", arXiv 1811.08596; formulas reconstructed, `docs/decisions/0003`).
+**Range-based N-bit floats** spend the few N-bit codes on the range that is used. IEEE formats spend
+codes on ranges in which gradients never lie. Here the float32 numbers with only m mantissa bits, in
+order, form a ladder; 2**N - 1 of its rungs, those just below `high` on either side of zero, and
+zero itself are the representable values ("SuperNeurons: FFT-based Gradient Sparsification", arXiv
+1811.08596; formulas reconstructed, `docs/decisions/0003`).
 
     c(x)    = (bits(|x|) + half a step) >> (23 - m)      the rung nearest to |x|
     P       = 2**(N-1) positive rungs, P - 1 negative ones, both ending at c(high)
     base    = c(high) - P + 1                            the lowest positive rung
     code    = 0 for zero | c - base + 1 in 1..P for x > 0 | P + c - base in P+1..2P-1 for x < 0
 
-All of it is integer arithmetic on the bits of a float, so every back end gives the same codes.
+All of this is integer arithmetic on the bits of a float, so every back end gives the same codes.
 
-**Coders** of the values that a record keeps (`encode_values`, `decode_values` of
-record_arrays.py): each takes values [nb, m] float32 and the bits of each block's peak and gives
-heads [nb, h] (upper halves of float32 scales), codes [nb, m] and how many values saturated.
+**Coders** of a record's values (`encode_values`, `decode_values` in record_arrays.py): each takes
+values [nb, m] float32 and the bits of each block's peak, and returns heads [nb, h] (upper halves of
+float32 scales), codes [nb, m] and the number of values that saturated.
 
 "range"  these range-based floats; zero is a code
 "fp16"   half precision, scaled per block by a power of two so that its peak fits
 "sign"   one bit, and the mean magnitude of the block's kept values; no code for zero
 "2bit"   sign and level; the levels are the mean magnitudes below and above the overall mean
 
-Means are summed in fixed point: integers add up to the same in any order, on any back end.
+Means are summed in fixed point: the sum of integers is the same in any order, on any back end.
 
-**Which coefficients stay**: the k of largest magnitude, ties to the lower position. Comparing re**2
-+ im**2 as it stands would underflow for small gradients (1e-25 squared is zero in float32) and
-overflow for large ones, so a block is first scaled by the power of two that brings its largest
-component near one: exact, and the same on every back end. Bins below 2**-75 of the largest count as
-zero.
+**Coefficients to keep** are the k of largest magnitude, ties to the lower position. Comparing re**2
++ im**2 directly would underflow for small gradients (1e-25 squared is zero in float32) and overflow
+for large ones, so a block is first scaled by the power of two that brings its largest component
+near one: exact, and the same on every back end. Bins below 2**-75 of the largest count as zero.
 
-**Large blocks**, near the largest float32, are encoded over 2**LARGE_SHIFT, and a bit of the
-record's head says so. A transform sums a block before it divides by the square root of its length,
-and coefficients are up to that root larger than values. Below LARGE_FROM nothing of this leaves
-float32 in a block of 2**32 elements; LARGE_SHIFT octaves lower the largest float32 is below
-LARGE_FROM, too. Ordinary blocks have the bits that they have without this.
+**Large blocks**, near the largest float32, are divided by 2**LARGE_SHIFT before encoding, and
+marked by a bit in the record's head. A transform sums a block before it divides by the square root
+of its length, and coefficients are up to that root times as large as values. Below LARGE_FROM none
+of this overflows float32 in a block of 2**32 elements; the largest float32 divided by
+2**LARGE_SHIFT is below LARGE_FROM as well. The bits of ordinary blocks are unaffected.
 
-A large block's memory is kept as all others are, times 2**LARGE_SHIFT, and ends at MOST_MEMORY:
-what float32 cannot hold is not remembered. Twin: csrc/compress/record.cpp.
+A large block's memory is stored in the same unit as all others, i.e. times 2**LARGE_SHIFT, and
+clipped to MOST_MEMORY: what float32 cannot hold is not kept. Counterpart: csrc/compress/record.cpp.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ NON_FINITE = 0x7FC0
 
 
 class Tally(NamedTuple):
-    """What one call saw: values clipped, squared norm in, squared norm lost (finite blocks)."""
+    """Counts of one call: values clipped, squared norm in, squared norm lost (finite blocks)."""
 
     saturated: int
     energy: float
@@ -81,10 +80,10 @@ class Tally(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What fixes the bits of a record.
+    """The settings that determine the layout of a record.
 
     `parts` is 2 for complex bins, of which a block of b reals has b // 2 + 1, and 1 for the
-    block's b real coefficients. `bits` and `mantissa` belong to values="range".
+    block's b real coefficients. `bits` and `mantissa` apply to values="range".
     """
 
     block: int
@@ -135,7 +134,7 @@ _ZERO = Constant(np.zeros((), np.int64))
 
 
 def peak_bits(coefficients: Array) -> Array:
-    """Bits of the largest |component| of each row, [nb, m] float32 -> [nb] int32.
+    """Return the bits of the largest |component| of each row, [nb, m] float32 -> [nb] int32.
 
     Above MAX_FINITE if the row has a NaN or an Inf: float bits without sign order like integers.
     """
@@ -157,7 +156,7 @@ def check_format(bits: int, mantissa: int) -> None:
 def through_half(
     values: npt.NDArray[np.float32], out: npt.NDArray[np.float32] | None = None
 ) -> npt.NDArray[np.float32]:
-    """[n] float32 rounded to half precision as NumPy casts; in `out` if there is one."""
+    """Round [n] float32 to half precision as NumPy casts; written to `out` if not None."""
     if out is None:
         out = np.empty(values.shape, np.float32)
     core = _native.core()
@@ -170,12 +169,12 @@ def through_half(
 
 
 def rungs(magnitudes: Array, mantissa: int) -> Array:
-    """Index of the nearest rung of each float given by its bits without sign, int64."""
+    """Return the nearest rung's index of each float, given as bits without sign, int64."""
     return shifted_right(magnitudes + 2 ** (22 - mantissa), 23 - mantissa)
 
 
 def window_top(peaks: Array, mantissa: int) -> Array:
-    """The upper 16 bits, int64, of a float at or above the rung of `peaks`: the range's end.
+    """Return the range's end: the upper 16 bits, int64, of a float at or above the rung of `peaks`.
 
     Exact for mantissa <= 7; for finer ladders rounded up by less than 2**-7.
     """
@@ -185,15 +184,15 @@ def window_top(peaks: Array, mantissa: int) -> Array:
 
 
 def window_base(tops: Array, bits: int, mantissa: int) -> Array:
-    """The lowest positive rung of the window that ends at `tops`, int64, at least 1."""
+    """Return the lowest positive rung of the window that ends at `tops`, int64, at least 1."""
     ends = shifted_right(tops * 2**16, 23 - mantissa)
     return clipped(ends - 2 ** (bits - 1) + 1, 1, 2**31)
 
 
 def encode_window(values: Array, base: Array, bits: int, mantissa: int) -> tuple[Array, Array]:
-    """Codes, int64, of finite values in the window from rung `base` on, and which saturate, bool.
+    """Return codes, int64, of finite values in the window from rung `base`, and saturation, bool.
 
-    Below the window the nearer of zero and its lowest rung is taken; above, its top.
+    Values below the window become the nearer of zero and its lowest rung; values above, its top.
     """
     xp, step = namespace(values), 23 - mantissa
     words = xp.astype(bits_of(values), xp.int64)
@@ -213,7 +212,7 @@ def encode_window(values: Array, base: Array, bits: int, mantissa: int) -> tuple
 
 
 def decode_window(codes: Array, base: Array, bits: int, mantissa: int) -> Array:
-    """Values, float32, of codes, int64, in the window that starts at rung `base`."""
+    """Decode codes, int64, in the window that starts at rung `base`, to float32."""
     xp, half = namespace(codes), 2 ** (bits - 1)
     negative = xp.astype(codes > half, xp.int64)
     rung = codes - 1 + base - negative * (half - 1)
@@ -222,8 +221,8 @@ def decode_window(codes: Array, base: Array, bits: int, mantissa: int) -> Array:
 
 
 def signed(magnitudes: Array, negative: Array) -> Array:
-    """The float32 of these bits and signs, int64."""
-    # A damaged head may ask for more than 31 bits.
+    """Return the float32 with these bits and signs, int64."""
+    # A corrupt head may result in more than 31 bits.
     bits = (magnitudes & MAGNITUDE) - negative * 2**31
     return floats_of(namespace(bits).astype(bits, namespace(bits).int32))
 
@@ -266,12 +265,12 @@ class RangeFloat:
         return f"RangeFloat(bits={self.bits}, mantissa={self.mantissa}, high={self.high!r})"
 
     def encode(self, values: npt.ArrayLike) -> npt.NDArray[Any]:
-        """Codes of `values`, any shape; uint8 for up to 8 bits, else uint16.
+        """Encode `values` of any shape; returns uint8 for up to 8 bits, else uint16.
 
         Values beyond `high` are clipped to it and counted in a SaturationWarning. Raises
-        CompressError for NaN and Inf, which the format cannot hold.
+        CompressError for NaN and Inf, which the format cannot represent.
         """
-        with np.errstate(over="ignore"):  # beyond float32 becomes Inf, and is refused below
+        with np.errstate(over="ignore"):  # values beyond float32 become Inf, and are rejected below
             array = np.asarray(values, np.float32)
         if not np.isfinite(array).all():
             raise CompressError(
@@ -289,7 +288,7 @@ class RangeFloat:
         return np.asarray(codes, np.uint8 if self.bits <= 8 else np.uint16)
 
     def decode(self, codes: npt.ArrayLike) -> npt.NDArray[np.float32]:
-        """Values of `codes` (integers below 2**bits), float32 of the same shape."""
+        """Decode `codes` (integers below 2**bits) to float32 of the same shape."""
         array = np.asarray(codes)
         if array.dtype.kind not in "ui" or (
             array.size and not 0 <= array.min() <= array.max() < 1 << self.bits
@@ -304,57 +303,57 @@ class RangeFloat:
 
 LARGE_SHIFT = 40
 LARGE_FROM, MOST_MEMORY = 2.0**90, 2.0**126
-LARGE_BIT = 0x8000  # in the head: the sign of a number that has none
+LARGE_BIT = 0x8000  # in the head: the unused sign bit of a nonnegative number
 HIGHEST = float(np.finfo(np.float32).max)
-LARGE_OCTAVES = LARGE_SHIFT * 2**7  # of a head: its exponent is above 7 bits
-# By 0 for an ordinary row, and 1 for a large one.
+LARGE_OCTAVES = LARGE_SHIFT * 2**7  # in a head, whose exponent is above 7 bits
+# Factors of an ordinary row (0), and of a large one (1).
 LARGE_DOWN = Constant(np.array([1, 2.0**-LARGE_SHIFT], np.float32))
 
 
 def is_large(values: Array, memory: Array | None = None) -> Array:
-    """Of each row [rows, n], [rows] bool; one with NaN may be either."""
+    """Return which rows of [rows, n] are large, [rows] bool; undefined for rows with NaN."""
     return reach(largest_of_rows(values), memory)
 
 
 def reach(peaks: Array, memory: Array | None) -> Array:
-    """The same of rows whose largest magnitudes are known, [rows]."""
+    """Return the same for rows whose largest magnitudes are known, [rows]."""
     if memory is not None:
         peaks = namespace(peaks).maximum(peaks, largest_of_rows(memory))
     return peaks >= LARGE_FROM
 
 
 def restored(values: Array, down: Array, limit: float) -> Array:
-    """Rows [rows, n] as they were before a product with `down`, [rows, 1], of LARGE_DOWN."""
+    """Undo a product of rows [rows, n] with `down`, [rows, 1], from LARGE_DOWN; clip to +-limit."""
     return clipped(values / down, -limit, limit)
 
 
 def enlarged(values: Array, limit: float = HIGHEST) -> Array:
-    """Times 2**LARGE_SHIFT; what is beyond the limit ends there, and NaN stays."""
+    """Multiply by 2**LARGE_SHIFT and clip to +-limit; NaN stays NaN."""
     return clipped(values, -limit * 2.0**-LARGE_SHIFT, limit * 2.0**-LARGE_SHIFT) * 2.0**LARGE_SHIFT
 
 
 def lower_top(top: int) -> int:
-    """The end of a range, upper half of a float32, over 2**LARGE_SHIFT."""
+    """Return the end of a range, the upper half of a float32, divided by 2**LARGE_SHIFT."""
     return max(top - LARGE_OCTAVES, 0)
 
 
-# As record.encode_records, of values, memory, words and top.
+# Like record.encode_records, with values, memory, words and top.
 EncodeRows = Callable[[Floats, Floats | None, Words, int | None], Tally]
 
 
 def encode_large(
     encode_rows: EncodeRows, values: Floats, memory: Floats | None, words: Words, top: int | None
 ) -> Tally:
-    """What `encode_rows` counts of ordinary rows and of large ones, these over 2**LARGE_SHIFT.
+    """Encode ordinary rows, and large ones divided by 2**LARGE_SHIFT; return the sum of counts.
 
-    top : may be beyond float32, of a payload with large blocks
+    top : may be beyond float32, for a payload with large blocks
     """
     large = is_large(values, memory)
     ordinary = None if top is None else min(top, MAX_FINITE >> 16)
     if not large.any():
         return encode_rows(values, memory, words, ordinary)
     counts = []
-    # Two calls of whole arrays. Rows that a mask picks are copies: words and memory go back.
+    # Two calls on whole arrays. Masked rows are copies, so words and memory are written back.
     for rows in (~large, large):
         if not rows.any():
             continue
@@ -372,13 +371,13 @@ def encode_large(
 def _encode_lowered(
     encode_rows: EncodeRows, values: Floats, memory: Floats | None, words: Words, top: int | None
 ) -> Tally:
-    """Encode rows that are all large."""
+    """Encode rows all of which are large."""
     down = np.float32(2.0**-LARGE_SHIFT)
     held = None if memory is None else memory * down
     end = None if top is None else lower_top(top)
     with np.errstate(all="ignore"):
         saturated, energy, error = encode_rows(values * down, held, words, end)
-    # A block that is not finite has no unit, and its memory stays as it was, in the old unit.
+    # A non-finite block has no unit, and its memory stays unchanged, in the old unit.
     finite = words[:, 0] & 0xFFFF != NON_FINITE
     words[finite, 0] |= LARGE_BIT
     if memory is not None and held is not None:

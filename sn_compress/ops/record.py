@@ -1,4 +1,4 @@
-"""One record per block: its range, the codes of what is kept and where that belongs.
+"""One record per block: its range, and the codes and positions of the kept coefficients.
 
     head         16 bits, the scale of the block's values as the upper half of a float32 (32 bits,
                  two scales, for 2-bit values); NON_FINITE marks a block with NaN or Inf, which
@@ -6,16 +6,16 @@
     then         the codes of each kept bin (re and im, or one real), in order of position
     then         positions, as a bitmap of f bits or in Elias-Fano form; nothing if all are kept
 
-padded to 32-bit words. `csrc/compress/record.cpp` does the work in one pass over each block while
-it is in the cache; where it is missing, record_arrays.py does over NumPy.
-A transform of all blocks before the records of all, or after, would bring each coefficient from
-and to memory once more; `encode_blocks` and `decode_blocks` keep it in the core's first cache.
+padded to 32-bit words. `csrc/compress/record.cpp` computes it in one pass over each block while
+the block is in the cache; without the extension, record_arrays.py does so with NumPy.
+Transforming all blocks before encoding any, or decoding all before any inverse transform, would
+move each coefficient through memory once more; `encode_blocks` and `decode_blocks` keep it in L1.
 
-Streams are made of 32-bit little-endian words, the first bit in the lowest place. Elias-Fano
+Streams consist of 32-bit little-endian words, the first bit in the lowest place. Elias-Fano
 (Elias 1974; Fano 1971) splits each of k ascending positions below f into l = log2(f / k) low
-bits, stored as they are, and the rest, stored as a map with k ones: bit (p >> l) + i is one for
-the i-th position p. The size follows from k and f alone, and it is within a few percent of the
-least possible: 7.6 bits a position at k = 41 of 2049, where a plain index takes 11.
+bits, stored directly, and the rest, stored as a map with k ones: bit (p >> l) + i is one for
+the i-th position p. The size depends only on k and f, and is within a few percent of the
+least possible: 7.6 bits per position at k = 41 of 2049, where a plain index takes 11.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def encode_records(
 
     coefficients : [nb, bins * parts] float32, which may be overwritten
     memory : the same shape, or None; becomes the residual, except in non-finite rows, where it
-        stays as it was
+        stays unchanged
     words : [nb, layout.words] uint32, written
-    top : the range's end (upper half of a float32) if it is not each block's own
+    top : the range's end (upper half of a float32) if blocks do not have their own
     """
     core = _native.core()
     if core is None:
@@ -66,7 +66,7 @@ def encode_records(
 
 
 def decode_records(words: Words, accum: Floats, layout: Layout, weight: float) -> None:
-    """Add weight * what the records hold to `accum`, [nb, bins * parts] float32.
+    """Add weight * the records' values to `accum`, [nb, bins * parts] float32.
 
     Raises PayloadError if a record is not one of this layout.
     """
@@ -77,9 +77,9 @@ def decode_records(words: Words, accum: Floats, layout: Layout, weight: float) -
     if not len(words):
         return
     records = Records(layout)
-    with np.errstate(all="ignore"):  # damaged half-precision codes may hold NaN and Inf
+    with np.errstate(all="ignore"):  # corrupt half-precision codes may be NaN and Inf
         decoded = records.decode(words.astype(np.int64))
-        # A large block's mark is no part of a record here: see quantize.unified.
+        # Records must not carry the mark of large blocks here: see quantize.unified.
         damaged = decoded.damaged | (words[:, 0] & quantize.LARGE_BIT != 0)
         refuse(int(damaged.argmax()) if damaged.any() else -1, layout)
         pairs = accum.reshape(-1, layout.parts)
@@ -88,7 +88,7 @@ def decode_records(words: Words, accum: Floats, layout: Layout, weight: float) -
 
 
 def refuse(damaged: int, layout: Layout) -> None:
-    """Raise PayloadError for the record of this number, if it is not negative."""
+    """Raise PayloadError for the record with this number, unless it is negative."""
     if damaged >= 0:
         raise PayloadError(
             f"record {damaged} is damaged: its range is not finite, or its positions are not "
@@ -97,7 +97,7 @@ def refuse(damaged: int, layout: Layout) -> None:
 
 
 def numbers(layout: Layout) -> tuple[int, ...]:
-    """The layout as the extension takes it; the same order as in csrc/compress/module.cpp."""
+    """Return the layout in the form the extension takes; same order as csrc/compress/module.cpp."""
     return (
         layout.block,
         layout.parts,
@@ -128,7 +128,7 @@ def encode_blocks(
     span : elements of each FFT, where a block is cut into several
     """
     core, length = _native.core(), spectrum.span_length(span, layout.block)
-    # One pass in C++ for the FFT of a power of two; other transforms of all rows, then their
+    # One pass in C++ for the FFT of a power of two; else transform all rows, then encode their
     # records.
     if core is None or transform != "fft" or not spectrum.fits(length):
         forward = spectrum.transform(transform, span).forward
@@ -140,7 +140,7 @@ def encode_blocks(
         return quantize.encode_large(encode, values, memory, words, top)
     end = -1 if top is None else top
     table = spectrum.roots(length)
-    values = np.ascontiguousarray(values)  # a gradient may be every other element of something
+    values = np.ascontiguousarray(values)  # a gradient may be a strided view
     arguments = (numbers(layout), float(decay), end, length, table)
     return Tally(*core.encode_blocks(values, memory, words, *arguments))
 
@@ -155,14 +155,14 @@ def decode_blocks(
 ) -> Floats:
     """Return the inverse transform of the weighted sum of records, in their order, [nb, block].
 
-    records : of each payload [nb, layout.words] uint32; span : see encode_blocks
+    records : for each payload, [nb, layout.words] uint32; span : see encode_blocks
     out : [nb, block] float32, which may be used for the result
     Raises PayloadError if a record is not one of this layout.
     """
     core, length = _native.core(), spectrum.span_length(span, layout.block)
     if core is None or transform != "fft" or not spectrum.fits(length):
         inverse_of = spectrum.transform(transform, span)
-        # Payloads of one mean have to be in one unit before their values are added.
+        # Payloads of one mean must be in the same unit before their values are added.
         records, rows = quantize.unified(records, layout)
         accum = np.zeros((len(out), layout.bins * layout.parts), np.float32)
         for words in records:

@@ -1,30 +1,30 @@
 """Orthonormal transforms of blocks, so that energies in both domains agree (Parseval).
 
-"fft"       real FFT: of b reals, b // 2 + 1 complex bins; all but the first and (for even b) the
-            last stand for a conjugate pair and count twice in the energy. Blocks of up to 65,536,
-            a power of two, have an FFT of our own; others, and vectors of any length, SciPy's
+"fft"       real FFT: b reals give b // 2 + 1 complex bins; all but the first and (for even b) the
+            last represent a conjugate pair and count twice in the energy. Blocks of up to 65,536,
+            a power of two, use our own FFT; others, and vectors of any length, SciPy's
 "dct"       DCT-II: b real coefficients
 "hadamard"  Walsh-Hadamard, b a power of two: additions only; spreads outliers, smooths nothing
 "identity"  none: top-k of the values themselves
 
-Coefficients are float32, [nb, bins * parts]; complex bins lie as pairs.
+Coefficients are float32, [nb, bins * parts]; complex bins are stored as pairs.
 
-Our own FFT has the same bits on every machine. SciPy's works on four numbers at a time at best,
-wherever it runs, and what it rounds differs between its versions. Here half as many complex points
-go through passes of radix 8 which sort on their way (Stockham), and the spectrum of the vector is
-taken out of theirs; the extension does that in the machine's widest vectors. Nothing but additions
-and products in a fixed order, none of them fused, with a table that is made of exactly rounded
-operations only. So ranks on different machines, with and without the extension, decode alike.
+Our own FFT is bit-identical on every machine. SciPy's processes at most four numbers at a time,
+wherever it runs, and its rounding differs between versions. Here half as many complex points go
+through self-sorting passes of radix 8 (Stockham), and the real vector's spectrum is computed from
+theirs; the extension uses the machine's widest vectors. There are only additions and products in a
+fixed order, none of them fused, with a table computed by correctly rounded operations only. So
+ranks on different machines, with and without the extension, decode alike.
 
-`csrc/compress/spectrum.cpp` does the work; `forward_twin` and `inverse_twin` are its oracle, and
-run where the extension is missing.
+`csrc/compress/spectrum.cpp` is the fast implementation; `forward_twin` and `inverse_twin` are its
+reference, and run if the extension is missing.
 
-A block may be cut into spans with FFTs of their own, in as many bins as one FFT of the block has.
-Neighbours far apart in a flat gradient have little to do with each other: a short FFT leaves what
-is sparse as sparse as it was, and the strongest bins are still picked out of a whole block. A span
-of s reals has s / 2 + 1 bins, two of them real, one too many for a block of b reals to keep its
-b / 2 + 1. So the two real bins of a span are the parts of one complex bin, times the square root of
-a half, as such a bin counts twice in the energy; those of the first span stay the block's two edge
+A block may be split into spans with separate FFTs, with as many bins in total as one FFT of the
+block. Distant elements of a flat gradient are hardly related: a short FFT keeps what is sparse
+sparse, and the strongest bins are still selected from the whole block. A span of s reals has
+s / 2 + 1 bins, two of them real, one too many for the bins of all spans to be the block's
+b / 2 + 1. So a span's two real bins become the parts of one complex bin, times the square root of a
+half, as such a bin counts twice in the energy; those of the first span remain the block's two edge
 bins. Bin k of span q is bin q s / 2 + k of the block.
 """
 
@@ -46,24 +46,24 @@ Floats = npt.NDArray[np.float32]
 Parts = tuple[Floats, Floats]
 """Real and imaginary parts."""
 
-SHORTEST, LONGEST = 32, 2**16  # the longest whose table of roots stays in a second-level cache
+SHORTEST, LONGEST = 32, 2**16  # the longest with a table of roots that fits the L2 cache
 _HALF_ROOT = np.float32(0.70710678)  # cos(pi / 4)
-# Of the edge bins of a span when two of them become one complex bin, and back: such a bin counts
-# twice in the energy. Python floats of float32's values, as every library takes those.
+# Factors when two edge bins of a span become one complex bin, and back: such a bin counts twice in
+# the energy. Python floats with float32 values, as every library accepts those.
 _DOWN, _UP = float(np.float32(0.70710678)), float(np.float32(1.41421356))
 
 
 def fits(length: int) -> bool:
-    """Whether these functions take FFTs of this length; others are SciPy's."""
+    """Whether these functions support FFTs of this length; SciPy's are used for others."""
     return SHORTEST <= length <= LONGEST and length & (length - 1) == 0
 
 
 @cache
 def roots(block: int) -> Floats:
-    """Roots of unity in the order the passes use them, [m] float32, real parts before imaginary.
+    """Return roots of unity in the order of use, [m] float32, real parts before imaginary.
 
-    exp(-2 pi i k / block) for k below block / 2; then, for each pass but the last, with n points a
-    transform, exp(-2 pi i k p / n), k = 1..7 and p below n / 8.
+    exp(-2 pi i k / block) for k below block / 2; then, for each pass but the last, with n points
+    per transform, exp(-2 pi i k p / n), k = 1..7 and p below n / 8.
     """
     right, up = _circle(block)
     points = block // 2
@@ -78,12 +78,12 @@ def roots(block: int) -> Floats:
 
 
 def _circle(count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-    """exp(-2 pi i k / count) for k below `count`, a power of two from 4 up, as two vectors.
+    """Return exp(-2 pi i k / count) for k below `count`, a power of two from 4, as two vectors.
 
     By halving angles and multiplying: sums, products, quotients and square roots are the same on
-    all machines, which sines are not.
+    all machines, unlike sines.
     """
-    # Two steps to begin with: to halve a half turn would be to divide zero by zero.
+    # Start with two steps: halving a half turn would divide zero by zero.
     steps = [(-1.0, 0.0), (0.0, 1.0)]  # cosine and sine of a half turn, a quarter, an eighth, ...
     while len(steps) < count.bit_length() - 1:
         cosine, sine = steps[-1]
@@ -99,12 +99,12 @@ def _circle(count: int) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64
 
 
 def span_length(span: int | None, block: int) -> int:
-    """Elements of each FFT of a block: those of a span, or of the block where it is no longer."""
+    """Return the length of each FFT of a block: that of a span, or of the block if shorter."""
     return min(span or block, block)
 
 
 def join_spans(bins: Array, block: int) -> Array:
-    """From the spectrum of each span to those of blocks, bins as pairs.
+    """Combine the spectra of spans into those of blocks, bins as pairs.
 
     bins : [blocks * spans, span + 2] float32; returns [blocks, block + 2]
     """
@@ -119,7 +119,7 @@ def join_spans(bins: Array, block: int) -> Array:
 
 
 def part_spans(bins: Array, span: int) -> Array:
-    """Inverse of `join_spans`; imaginary parts of the edge bins count for nothing.
+    """Inverse of `join_spans`; imaginary parts of the edge bins are ignored.
 
     bins : [blocks, block + 2] float32; returns [blocks * spans, span + 2]
     """
@@ -133,10 +133,10 @@ def part_spans(bins: Array, span: int) -> Array:
 
 
 def rfft(blocks: Array) -> Array:
-    """Spectrum of each row of any length in any array library, over sqrt(length), bins as pairs.
+    """Return each row's spectrum over sqrt(length), any length and array library, bins as pairs.
 
-    [nb, block] -> [nb, 2 * (block // 2 + 1)] float32: by `forward_fourier` where it can be,
-    else by the library's FFT: SciPy's, cuFFT, torch's, TensorFlow's.
+    [nb, block] -> [nb, 2 * (block // 2 + 1)] float32: by `forward_fourier` if possible, else by the
+    library's FFT: SciPy's, cuFFT, torch's, TensorFlow's.
     """
     if isinstance(blocks, np.ndarray) and fits(blocks.shape[1]):
         return forward_fourier(blocks)
@@ -144,16 +144,16 @@ def rfft(blocks: Array) -> Array:
 
 
 def irfft(bins: Array, block: int) -> Array:
-    """Inverse of `rfft`, which may overwrite its argument."""
+    """Inverse of `rfft`; may overwrite its argument."""
     if isinstance(bins, np.ndarray) and fits(block):
         return inverse_fourier(bins, block)
     return arrays.irfft(bins, block)
 
 
 def forward_fourier(blocks: Floats, span: int | None = None) -> Floats:
-    """Spectrum of each row, [nb, block] -> [nb, block + 2], bins as pairs.
+    """Return the spectrum of each row, [nb, block] -> [nb, block + 2], bins as pairs.
 
-    Over sqrt(block); or those of spans of the row, each over sqrt(span).
+    Divided by sqrt(block); or the spectra of spans of the row, each divided by sqrt(span).
     """
     core = _native.core()
     if core is None:  # the same bits, several times slower
@@ -166,7 +166,7 @@ def forward_fourier(blocks: Floats, span: int | None = None) -> Floats:
 
 
 def inverse_fourier(bins: Floats, block: int, span: int | None = None) -> Floats:
-    """Inverse of `forward_fourier`; imaginary parts of the first and last bin count for nothing."""
+    """Inverse of `forward_fourier`; imaginary parts of the first and last bin are ignored."""
     core = _native.core()
     if core is None:
         return inverse_twin(bins, block, span)
@@ -183,7 +183,7 @@ def forward_twin(blocks: Floats, span: int | None = None) -> Floats:
         with np.errstate(all="ignore"):
             return join_spans(forward_twin(blocks.reshape(-1, span)), block)  # type: ignore[no-any-return]
     points, scale = block // 2, np.float32(1 / math.sqrt(block))
-    with np.errstate(all="ignore"):  # NaN and overflow travel on, as in C++
+    with np.errstate(all="ignore"):  # NaN and overflow propagate, as in C++
         re, im = _transform((blocks[:, 0::2], blocks[:, 1::2]), block)
         out = np.zeros((rows, block + 2), np.float32)
         out[:, 0] = (re[:, 0] + im[:, 0]) * scale
@@ -214,8 +214,8 @@ def inverse_twin(bins: Floats, block: int, span: int | None = None) -> Floats:
             (p + r) - (cosines * up - sines * right),
             (q - s) + (cosines * right + sines * up),
         )
-        # Real and imaginary parts change places before and after, which makes an inverse transform
-        # of a forward one.
+        # Swapping real and imaginary parts before and after turns a forward transform into an
+        # inverse one.
         im, re = _transform((joined[1], joined[0]), block)
         out[:, 0::2] = re * scale
         out[:, 1::2] = im * scale
@@ -223,7 +223,7 @@ def inverse_twin(bins: Floats, block: int, span: int | None = None) -> Floats:
 
 
 def _transform(z: Parts, block: int) -> Parts:
-    """Discrete Fourier transform, sign -1, of each row of block / 2 complex points."""
+    """Return the discrete Fourier transform, sign -1, of each row of block / 2 complex points."""
     rows, n, stride = len(z[0]), block // 2, 1
     table = roots(block)[block:]
     while n > 1:
@@ -241,12 +241,12 @@ def _transform(z: Parts, block: int) -> Parts:
 
 
 def _times(x: Parts, y: Parts) -> Parts:
-    """Product, no two roundings in one."""
+    """Return the complex product, without fused multiply-add."""
     return x[0] * y[0] - x[1] * y[1], x[0] * y[1] + x[1] * y[0]
 
 
 def _butterfly(z: list[Parts]) -> list[Parts]:
-    """Transform of 2, 4 or 8 points, from those of the even and of the odd ones."""
+    """Transform 2, 4 or 8 points, by transforming the even and the odd ones."""
     if len(z) == 1:
         return z
     even, odd = _butterfly(z[0::2]), _butterfly(z[1::2])
@@ -257,7 +257,7 @@ def _butterfly(z: list[Parts]) -> list[Parts]:
 
 
 def _turn(x: Parts, k: int, n: int) -> Parts:
-    """Times exp(-2 pi i k / n), n <= 8, without the products that ones and zeros spare."""
+    """Multiply by exp(-2 pi i k / n), n <= 8, without products by one or zero."""
     re, im = x
     eighths = k * 8 // n
     if eighths == 0:
@@ -270,7 +270,7 @@ def _turn(x: Parts, k: int, n: int) -> Parts:
 
 
 class Transform(NamedTuple):
-    """`forward` may return its argument, `inverse` may overwrite it."""
+    """A transform; `forward` may return its argument, `inverse` may overwrite it."""
 
     parts: Literal[1, 2]
     forward: Callable[[Array], Array]
@@ -288,14 +288,14 @@ def _idct(coefficients: Floats, block: int) -> Floats:
 
 
 def hadamard(blocks: Array) -> Array:
-    """Walsh-Hadamard transform of each row, divided by sqrt(b); its own inverse."""
+    """Return the Walsh-Hadamard transform of each row, divided by sqrt(b); its own inverse."""
     if isinstance(blocks, np.ndarray) and (core := _native.core()) is not None:
         out = np.array(blocks, np.float32)
         core.hadamard(out, out.shape[1])
         return out
     xp, (rows, block) = namespace(blocks), blocks.shape
     half, out = 1, blocks
-    with arrays.full_fp32_matmul(blocks):  # NaN and overflow travel on without a word, as in C++
+    with arrays.full_fp32_matmul(blocks):  # NaN and overflow propagate silently, as in C++
         while half < block:
             pairs = xp.reshape(out, (rows, block // (2 * half), 2, half))
             left, right = pairs[:, :, 0], pairs[:, :, 1]
@@ -308,13 +308,13 @@ TRANSFORMS = {
     "fft": Transform(2, rfft, irfft),
     "dct": Transform(1, _dct, _idct),
     "hadamard": Transform(1, hadamard, lambda coefficients, block: hadamard(coefficients)),
-    # A copy: encoding uses the coefficients as scratch, and the blocks may be the caller's.
+    # A copy: encoding overwrites the coefficients, and the blocks may belong to the caller.
     "identity": Transform(1, np.copy, lambda coefficients, block: coefficients),
 }
 
 
 def transform(name: str, span: int | None = None) -> Transform:
-    """The transform of this name; "fft" of spans of blocks, where they are longer."""
+    """Return the transform of this name; for "fft", of spans if blocks are longer."""
     if span is None:
         return TRANSFORMS[name]
 
@@ -339,5 +339,5 @@ def transform(name: str, span: int | None = None) -> Transform:
 
 
 def fast_length(n: int) -> int:
-    """The smallest length >= n with no prime factor above 5: fast in every FFT library."""
+    """Return the smallest length >= n with no prime factor above 5: fast in every FFT library."""
     return int(scipy.fft.next_fast_len(n, real=True)) if n else 0

@@ -1,8 +1,8 @@
-"""Orthonormal transforms of blocks, of any array library: what spectrum.py is for NumPy.
+"""Orthonormal transforms of blocks in any array library, like spectrum.py for NumPy.
 
-"fft" and "hadamard" are spectrum.py's, so that what NumPy computes here has the bits of the codec
-on a host; "dct" goes through a real FFT of the elements in another order (Makhoul 1980), as most
-libraries have no DCT. A DCT over axes of a tensor is products with small matrices.
+"fft" and "hadamard" are spectrum.py's, so that with NumPy the results are bit-identical to the
+codec's on a host; "dct" uses a real FFT of the reordered elements (Makhoul 1980), as most libraries
+have no DCT. A DCT over axes of a tensor is computed by products with small matrices.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from . import spectrum
 
 
 class Transform:
-    """One of them, of blocks of one length, and its tables.
+    """One transform of blocks of one length, and its tables.
 
-    span : elements of each FFT, where a block is cut into several
+    span : elements of each FFT, if a block is split into several
     """
 
     def __init__(self, name: str, block: int, span: int | None = None) -> None:
@@ -29,9 +29,9 @@ class Transform:
         self._tables = _dct_tables(block) if name == "dct" else {}
 
     def forward(self, blocks: Array) -> Array:
-        """Coefficients of each row, [rows, block] float32 -> [rows, bins * parts].
+        """Return the coefficients of each row, [rows, block] float32 -> [rows, bins * parts].
 
-        May be its argument. Complex bins are pairs; imaginary parts of edge bins may be anything.
+        May return its argument. Complex bins are pairs; imaginary parts of edge bins are undefined.
         """
         if self.name == "fft":
             return self._fft.forward(blocks)
@@ -40,7 +40,7 @@ class Transform:
         return spectrum.hadamard(blocks) if self.name == "hadamard" else blocks
 
     def inverse(self, coefficients: Array) -> Array:
-        """[rows, block] float32 of their coefficients; may be its argument, and overwrite it."""
+        """Return [rows, block] float32 from coefficients; may overwrite or return its argument."""
         if self.name == "fft":
             return self._fft.inverse(coefficients, self.block)
         if self.name == "dct":
@@ -75,12 +75,12 @@ class OverAxes:
         }
 
     def of(self, values: Array, *, back: bool) -> Array:
-        """[tensors, n] float32; `back` is the inverse."""
+        """Transform [tensors, n] float32; `back` selects the inverse."""
         xp = namespace(values)
         out = xp.reshape(values, (values.shape[0], *self.shape))
         for axis, matrix in zip(self.axes, self._matrices[back], strict=True):
-            # The axis last, so that a product of two matrices transforms it; then back in its
-            # place.
+            # Move the axis to the end, so that a matrix product transforms it; then move it
+            # back.
             order = [at for at in range(len(self.shape) + 1) if at != axis + 1] + [axis + 1]
             moved = xp.permute_dims(out, tuple(order))
             rows = xp.reshape(moved, (-1, self.shape[axis])) @ matrix.on(values)
@@ -100,11 +100,11 @@ def _matrix(size: int, back: bool) -> Constant:
 
 @lru_cache(maxsize=64)
 def _dct_tables(block: int) -> dict[str, Constant]:
-    """Orders and factors of both ways.
+    """Return the gather indices and factors for both directions.
 
-    With V the FFT of the even elements, then the odd ones backwards, and Z_k = V_k exp(-i pi k /
-    2 n), coefficient k is the real part of Z_k, and coefficient n - k less its imaginary part,
-    times the square root of 2 but for k = 0.
+    With V the FFT of the even elements, then the odd ones reversed, and Z_k = V_k exp(-i pi k /
+    2 n), coefficient k is the real part of Z_k, and coefficient n - k minus its imaginary part,
+    times the square root of 2 except for k = 0.
     """
     waves = np.arange(block)
     half = block // 2
