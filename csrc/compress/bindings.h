@@ -1,4 +1,4 @@
-// What the bindings to Python share: buffers, work without the interpreter lock, methods by file.
+// Shared by the Python bindings: buffers, work without the interpreter lock, method tables by file.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
@@ -14,7 +14,7 @@ inline PyObject* wrong(const char* what) {
   return nullptr;
 }
 
-// Work without the interpreter lock; false with MemoryError set.
+// Runs work without the interpreter lock; false with MemoryError set if memory ran out.
 template <typename Work>
 bool unlocked(const Work& work) {
   bool out_of_memory = false;
@@ -36,7 +36,7 @@ PyObject* run(const Work& work) {
   Py_RETURN_NONE;
 }
 
-// A contiguous array of Python's, released at the end.
+// A contiguous array from Python, released by the destructor.
 class Buffer {
  public:
   Buffer() = default;
@@ -48,13 +48,13 @@ class Buffer {
   bool take(PyObject* object, bool writable) {
     return PyObject_GetBuffer(object, &view_, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) == 0;
   }
-  // Converters for PyArg_ParseTuple's "O&": to be read, to be written, and either of these or None.
+  // Converters for PyArg_ParseTuple's "O&": readable, writable, and either of these or None.
   static int in(PyObject* object, void* to) { return static_cast<Buffer*>(to)->take(object, false); }
   static int out(PyObject* object, void* to) { return static_cast<Buffer*>(to)->take(object, true); }
   static int in_or_none(PyObject* object, void* to) { return object == Py_None || in(object, to); }
   static int out_or_none(PyObject* object, void* to) { return object == Py_None || out(object, to); }
 
-  // Null where None was given.
+  // Null if None was passed.
   template <typename T>
   T* as() const {
     return static_cast<T*>(view_.buf);

@@ -1,4 +1,4 @@
-// A float32 as its bits, and back; eight bytes of 0 and 1 as the bits of one, and back.
+// Converts a float32 to its bits, eight bytes of 0 or 1 to the bits of one byte, and both back.
 #pragma once
 
 #include <cstdint>

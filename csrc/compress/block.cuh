@@ -1,13 +1,13 @@
 // A block of threads: barriers, collectives and atomics, on CUDA and on the host.
 //
 // A kernel is a sequence of sections. block.each(body) runs body(thread) for every thread and ends
-// with a barrier; what a thread carries from one section to the next lives in a PerThread. On CUDA
-// a section is the body and __syncthreads(), on the host a loop over the threads, so g++ compiles
-// and runs the very kernels (docs/decisions/0071). Two rules follow:
-//   - inside a section threads touch each other's data through the atomics here only; the host
-//     runs the threads in three orders, and a test demands equal bytes;
-//   - outside the sections every thread runs the same code on the same values. A shared word read
-//     there must not be written by the section that comes next.
+// with a barrier; values a thread keeps between sections are stored in a PerThread. On CUDA a
+// section is the body and __syncthreads(), on the host a loop over the threads, so g++ compiles and
+// runs the same kernels (docs/decisions/0071). Two rules follow:
+//   - inside a section, threads access each other's data only through the atomics here; the host
+//     runs the threads in three orders, and a test requires equal bytes;
+//   - outside the sections, every thread runs the same code on the same values. A shared word read
+//     there must not be written by the next section.
 #pragma once
 
 using u8 = unsigned char;
@@ -68,7 +68,7 @@ enum class Order { kUp, kDown, kMixed };
 template <typename T, int Count, int Threads>
 class PerThread {
  public:
-  // Poisoned: what a kernel forgets to set is neither zero nor what the last block left.
+  // Poisoned: what a kernel fails to initialize is neither zero nor the previous block's value.
   PerThread() { std::memset(static_cast<void*>(values_), 0xFF, sizeof values_); }
   T& operator()(int thread, int i = 0) { return values_[thread][i]; }
 
@@ -90,7 +90,7 @@ class Block {
                                     : static_cast<int>((i * 37u + 11) % Threads));
   }
 
-  // Exclusive or, and maximum of a value per thread, left in `cell`, which was zero.
+  // Exclusive or, and maximum, of a value per thread, stored in `cell`, which must be zero.
   template <typename Value>
   void parity(u32* cell, Value value) const {
     each([&](int t) { *cell ^= value(t); });
@@ -112,7 +112,7 @@ class Block {
     });
   }
 
-  // before[w] := ones in map[0..w), for w up to `words`.
+  // before[w] := number of ones in map[0..w), for w up to `words`.
   void count_before(const u32* map, u32* before, int words) const {
     u32 seen = 0;
     for (int w = 0; w <= words; ++w) {
@@ -230,7 +230,7 @@ class Block {
     __syncthreads();
   }
 
-  // One warp scans; the others wait. The arrays are short: 65 words for 2049 bins.
+  // One warp scans while the others wait. The arrays are short: 65 words for 2049 bins.
   SN_DEVICE void count_before(const u32* map, u32* before, int words) const {
     const int lane = threadIdx.x;
     if (lane < 32) {

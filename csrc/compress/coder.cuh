@@ -1,6 +1,6 @@
 // Values as codes, bits in words, and float types without NVIDIA's headers (NVRTC ships none).
-// Twins: ops/quantize.py, ops/record.py. What the C++ in
-// quantize.h does in 64-bit integers is done here in 32: a GPU has no others.
+// Counterparts: ops/quantize.py, ops/record.py. The C++ in
+// quantize.h uses 64-bit integers; here they have 32 bits, as a GPU has no others in hardware.
 #pragma once
 
 #include "crc.cuh"
@@ -24,7 +24,7 @@ SN_DEVICE float from_half(u32 code) {
   return float_of(bits_of(value) | sign);
 }
 
-// To nearest, ties to even; beyond half precision infinity.
+// Rounds to nearest, ties to even; values beyond half precision become infinity.
 SN_DEVICE u32 to_half(float value) {
   const u32 raw = bits_of(value), sign = raw >> 16 & 0x8000u, size = raw & 0x7FFFFFFFu;
   if (size >= 0x47800000u)  // 2**16 and more, infinity, NaN
@@ -39,14 +39,14 @@ SN_DEVICE u32 to_half(float value) {
 
 SN_DEVICE float from_bfloat(u32 code) { return float_of(code << 16); }
 
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 SN_DEVICE u32 to_bfloat(float value) {
   const u32 raw = bits_of(value);
   if ((raw & 0x7FFFFFFFu) > 0x7F800000u) return raw >> 16 | 0x40u;
   return (raw + 0x7FFFu + (raw >> 16 & 1u)) >> 16;
 }
 
-// The power of two that takes a peak to [1, 2), so that its square stays inside float32.
+// The power of two that scales a peak to [1, 2), so that its square does not leave float32.
 SN_DEVICE u32 clamped_exponent(u32 peak) { return peak >> 23 < 253u ? peak >> 23 : 253u; }
 SN_DEVICE float unit_scale(u32 peak) { return float_of((254u - clamped_exponent(peak)) << 23); }
 
@@ -59,7 +59,7 @@ SN_DEVICE void put(u32* words, Index at, u32 value, int count) {
   if (offset + count > 32) atomic_or(words + (at >> 5) + 1, value >> (32 - offset));
 }
 
-// The `count` <= 32 bits at bit `at`; reads no word beyond the last of them.
+// Returns the `count` <= 32 bits at bit `at`; reads no word beyond the last of them.
 template <typename Index>
 SN_DEVICE u32 get(const u32* words, Index at, int count) {
   if (count == 0) return 0;
@@ -72,11 +72,11 @@ SN_DEVICE u32 get(const u32* words, Index at, int count) {
 // Bits of the Elias-Fano map; `low` is the number of low bits of each position.
 SN_DEVICE i64 upper_bits(i64 kept, i64 bins, int low) { return kept + ((bins - 1) >> low) + 1; }
 
-// What is the same for every record of a launch. Twin: ops/launch.py, SETTINGS.
+// Settings shared by all records of a launch. Counterpart: ops/launch.py, SETTINGS.
 struct Settings {
   i64 kept, bins, words;  // bins and words per record
   int values, code_bits, mantissa, positions, low;
-  int top;           // end of every range, upper half of a float32; below 0: each block's own
+  int top;           // end of all ranges, upper half of a float32; negative: each block's own
   float factor;      // encode: decay of the memory; decode: weight of a rank
   int ranks;
   u64 powers;        // the table of crc.cuh
@@ -84,10 +84,10 @@ struct Settings {
   SN_DEVICE int head_bits() const { return values == kTwoBit ? 32 : 16; }
 };
 
-// What the heads of a record say about its codes.
+// The scale of a record's codes, from its heads.
 class Coder {
  public:
-  // heads: the first 32 bits of the record; the upper 16 count only for kTwoBit.
+  // heads: the first 32 bits of the record; the upper 16 are used only for kTwoBit.
   SN_DEVICE Coder(u32 heads, const Settings& s) : values_(s.values), heads_(heads) {
     const u32 top = heads & 0xFFFFu;
     if (values_ == kRange) {
@@ -112,12 +112,12 @@ class Coder {
     return top < kMaxFinite >> 16 ? top : kMaxFinite >> 16;
   }
 
-  // For kRange and kHalf; `saturated` is set to 1 if the value lies beyond the range.
+  // For kRange and kHalf; `saturated` is set to 1 if the value is beyond the range.
   SN_DEVICE u32 encode(float value, u32& saturated) const {
     saturated = 0;
     if (values_ == kHalf) {
       const u32 code = to_half(value * scale_), code_size = code & 0x7FFFu;
-      // Scaled values are below 2**15. In the topmost binade 0x7800 would stand for 2**128.
+      // Scaled values are below 2**15. In the topmost binade 0x7800 would represent 2**128.
       const bool over = (heads_ >> 7 & 255u) == 254u && code_size >= 0x7800u;
       return over ? (code & 0x8000u) | 0x77FFu : code;
     }
@@ -154,13 +154,13 @@ class Coder {
 };
 
 // |value| in units of 2**-22 of the peak's binade, truncated; below 2**23. Means of magnitudes
-// are sums of these: integers add up to the same in any order.
+// are sums of these: the sum of integers is the same in any order.
 SN_DEVICE u32 to_fixed(float value, float scale) {
   return static_cast<u32>(float_of(magnitude(value)) * scale * 4194304.0f);
 }
 
-// Back to the upper half of a float32, to nearest. Exact before that: every result is a multiple
-// of float32's smallest number.
+// Converts back to the upper half of a float32, to nearest. Exact before that rounding, as every
+// result is a multiple of float32's smallest number.
 SN_DEVICE u32 from_fixed(u32 fixed, u32 peak) {
   const int power = static_cast<int>(clamped_exponent(peak)) - 149;
   const float unit = power >= -126 ? float_of(static_cast<u32>(power + 127) << 23)

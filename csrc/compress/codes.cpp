@@ -11,7 +11,7 @@ namespace sn {
 namespace {
 
 SN_CLONES int32_t range_run(const Window& given, float* values, uint32_t* codes, int64_t count) {
-  const Window window = given;  // a copy that writing to `values` cannot change
+  const Window window = given;  // a copy, which cannot alias the writes to `values`
   int32_t saturated = 0;
   for (int64_t i = 0; i < count; ++i) codes[i] = window.encode(values[i], saturated);
   for (int64_t i = 0; i < count; ++i) values[i] -= window.decode(codes[i]);
@@ -22,7 +22,7 @@ SN_CLONES int32_t range_run(const Window& given, float* values, uint32_t* codes,
 
 void to_codes(const Window& window, float* values, uint32_t* codes, int64_t count,
               int64_t& saturated) {
-  constexpr int64_t kRun = 1 << 20;  // a run's count fits the vector lanes' 32 bits
+  constexpr int64_t kRun = 1 << 20;  // the count of a run fits a vector lane's 32 bits
   for (int64_t i = 0; i < count; i += kRun)
     saturated += range_run(window, values + i, codes + i, std::min(kRun, count - i));
 }
@@ -52,7 +52,7 @@ void put_codes(uint32_t* words, int64_t at, const uint32_t* codes, int64_t count
 }
 
 void get_codes(const uint32_t* words, int64_t at, uint32_t* codes, int64_t count, int bits) {
-  if (bits == 8) {  // whole bytes (heads are, too), the usual case: vector code
+  if (bits == 8) {  // whole bytes (as are heads), the usual case: vectorized
     const auto* bytes = reinterpret_cast<const uint8_t*>(words) + at / 8;
     for (int64_t i = 0; i < count; ++i) codes[i] = bytes[i];
     return;

@@ -1,4 +1,4 @@
-// The values of one record in a row: to codes and back, and codes to bits.
+// The values of one record, contiguous: to codes and back, and codes to bits.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace sn {
 
-// Codes of `values`, [count] finite float32, which become what the codes lose.
+// Encodes `values`, [count] finite float32, which become the codes' error.
 void to_codes(const Window& window, float* values, uint32_t* codes, int64_t count,
               int64_t& saturated);
 void to_codes(const HalfScale& half, float* values, uint32_t* codes, int64_t count);
@@ -21,7 +21,7 @@ void from_codes(const Coder& coder, const uint32_t* codes, float weight, float* 
   for (int64_t i = 0; i < count; ++i) values[i] = coder.decode(codes[i]) * weight;
 }
 
-// `count` fields of `bits` <= 16 at bit `at` of words that are zero from there on.
+// Writes or reads `count` fields of `bits` <= 16 at bit `at`; written words are zero from there on.
 void put_codes(uint32_t* words, int64_t at, const uint32_t* codes, int64_t count, int bits);
 void get_codes(const uint32_t* words, int64_t at, uint32_t* codes, int64_t count, int bits);
 

@@ -1,4 +1,4 @@
-// Sides of columns, their exponents and the tables that these are looked up in, from Python.
+// Lengths of columns, their exponents and the tables these index, as arguments from Python.
 #pragma once
 
 #include <vector>
@@ -9,12 +9,12 @@
 namespace sn {
 
 struct ColumnArguments {
-  Buffer sides, exponents, covered, units;  // `covered` may be left out where nothing is packed
+  Buffer sides, exponents, covered, units;  // `covered` may be omitted if nothing is packed
   double limit = 0;
   int lowest, bits;
   int64_t columns, count = 0;
 
-  // Whether the buffers, once they are taken, belong together; if not, an exception is set.
+  // Whether the sizes of the parsed buffers are consistent; if not, an exception is set.
   bool check() {
     columns = sides.bytes() / 8;
     bool legal = sides.bytes() == 8 * columns && exponents.bytes() == 4 * columns &&
@@ -37,7 +37,7 @@ struct ColumnArguments {
   int64_t words() const { return (count * bits + 31) / 32; }
   int64_t all_words() const { return columns + words(); }
 
-  // A word for each column, then the digits; see columns.h. `one` counts a rank in a column's word.
+  // A word per column, then the digits; see columns.h. `one` counts a rank in a column's word.
   void pack(const float* values, int32_t one, int32_t* to, float* own) const {
     if (bits == 8)
       pack_as<int8_t>(values, one, to, own);

@@ -9,7 +9,7 @@
 namespace sn {
 namespace {
 
-// To the next whole number, halves to the even one: exact below 2**22, which no digit leaves.
+// Rounds to the nearest integer, ties to even: exact below 2**22, which no digit exceeds.
 inline float whole(float value) {
   const float magic = 12582912.0f;  // 1.5 * 2**23
   return (value + magic) - magic;
@@ -20,12 +20,12 @@ SN_CLONES void digits_of(const float* values, int64_t count, float unit, float l
                          float* own) {
   for (int64_t i = 0; i < count; ++i) {
     float value = values[i] / unit;
-    // Halves beyond the limit are cut off: the same as to cut off what they are rounded to.
+    // Clips before rounding, with the same result as clipping afterwards.
     value = value > limit ? limit : value;
     value = value < -limit ? -limit : value;
     value = whole(value);
     digits[i] = static_cast<Digit>(static_cast<int32_t>(value));
-    // A negative value that is rounded to zero is read as -0, as rounding has it.
+    // A negative value that rounds to zero is decoded as -0, as by rounding.
     own[i] = std::copysign(value, values[i]) * unit;
   }
 }

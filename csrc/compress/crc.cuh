@@ -1,8 +1,8 @@
-// CRC-32 of a payload, by words in any order; the twin is ops/checksum.py.
+// CRC-32 of a payload, by words in any order; the counterpart is ops/checksum.py.
 //
-// Word i counts for word * x**(-32 i) modulo the polynomial, and a payload for the exclusive or of
-// its words. Powers come from a table of four levels, made on the host. Reflected: bit 31 - i of
-// a word is the coefficient of x**i.
+// Word i contributes word * x**(-32 i) modulo the polynomial, and a payload's sum is the exclusive
+// or of its words' contributions. Powers come from a table of four levels, computed on the host.
+// Reflected: bit 31 - i of a word is the coefficient of x**i.
 #pragma once
 
 #include "block.cuh"
@@ -23,7 +23,7 @@ SN_DEVICE u32 product(u32 a, u32 b) {
   return total;
 }
 
-// x**(-32 i): level l of `powers` holds those of i * 2**(11 l).
+// Returns x**(-32 i): level l of `powers` holds those of i * 2**(11 l).
 SN_DEVICE u32 step_back(const u32* powers, i64 i) {
   constexpr i64 kMask = (1 << kLevelBits) - 1;
   u32 factor = powers[i & kMask];
@@ -32,8 +32,8 @@ SN_DEVICE u32 step_back(const u32* powers, i64 i) {
   return factor;
 }
 
-// The share of words t, t + stride, ... below `count`, the first of which is number `first` of the
-// payload. By Horner's rule from the last on: a product for each word of a thread, one or two more.
+// The contribution of words t, t + stride, ... below `count`; word 0 of these is number `first` of
+// the payload. By Horner's rule from the last: a product per word of a thread, and one or two more.
 template <typename Word>
 SN_DEVICE u32 share(const u32* powers, i64 first, int t, int count, int stride, Word word) {
   u32 own = 0;

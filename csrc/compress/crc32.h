@@ -1,4 +1,4 @@
-// CRC-32 of IEEE 802.3, zlib's, eight bytes at a time.
+// CRC-32 of IEEE 802.3, as in zlib, eight bytes at a time.
 #pragma once
 
 #include <array>
@@ -8,7 +8,7 @@
 
 namespace sn {
 
-// Of bytes behind others whose CRC is `before`.
+// The CRC of bytes that follow others whose CRC is `before`.
 inline uint32_t crc32_on(uint32_t before, const void* data, size_t bytes) {
   using Tables = std::array<std::array<uint32_t, 256>, 8>;
   static const Tables tables = [] {

@@ -1,14 +1,14 @@
 // The block codec in one pass over device memory: one thread block encodes or decodes one block of
-// the vector. Record format and oracle: ops/record.py. Cost and occupancy: docs/cuda.md.
+// the vector. Record format and reference: ops/record.py. Cost and occupancy: docs/cuda.md.
 #include "fused.cuh"
 
 namespace sn {
 
 using Keys = PerThread<u32, kSlots, kThreads>;
 
-constexpr int kHalves = (kFloats / 2 + kThreads - 1) / kThreads;  // pairs of parts of a thread
+constexpr int kHalves = (kFloats / 2 + kThreads - 1) / kThreads;  // pairs of parts per thread
 
-// Orders like the magnitude of bin t + i * kThreads. Two parts: |scale * c|**2; one: |c| itself.
+// Orders like the magnitude of bin t + i * kThreads: |scale * c|**2 for two parts, |c| for one.
 SN_DEVICE u32 key_of(Shared& shared, int t, int i, float scale) {
   if (kParts == 1) return magnitude(own(shared, t, i, 0));
   const float re = own(shared, t, i, 0) * scale, im = own(shared, t, i, 1) * scale;
@@ -24,7 +24,7 @@ SN_DEVICE void raise(u32& largest, u32 value) {
 // coefficients += decay * memory; returns the bits of the largest part.
 template <typename Read>
 SN_DEVICE u32 accumulate(Shared& shared, float decay, int t, Read read) {
-  Complex held[kHalves];  // all loads first: stores to shared memory would hold them back
+  Complex held[kHalves];  // all loads first: stores to shared memory would delay them
   SN_UNROLL
   for (int i = 0; i < kHalves; ++i)
     if (inside<kFloats / 2, kThreads>(t, i)) held[i] = read(t + i * kThreads);
@@ -66,9 +66,9 @@ SN_DEVICE u32 add_memory(const Threads& block, Shared& shared, const Section& se
   return *peak;
 }
 
-// Marks the `kept` largest keys in shared.map, ties going to the lower position, and counts in
-// shared.before. Digits of eight bits from the top: most blocks are decided after two or three of
-// four, when everything in the digit's bucket stays.
+// Marks the `kept` largest keys in shared.map, ties to the lower position, with counts in
+// shared.before. Radix select by eight-bit digits from the top: most blocks are done after two or
+// three of four, when all keys in the digit's bucket are kept.
 SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys) {
   u32 threshold = 0, need = kept, equal = kBins;
   if (kept < kBins) {
@@ -118,7 +118,7 @@ SN_DEVICE void select(const Threads& block, Shared& shared, u32 kept, Keys& keys
   block.count_before(shared.map, shared.before, kWords);
 }
 
-// Heads of the block for coders that send mean magnitudes; see ops/quantize.py.
+// The heads of a block for coders that send mean magnitudes; see ops/quantize.py.
 SN_DEVICE u32 mean_heads(const Threads& block, Shared& shared, const u16* positions,
                          const Settings& s, u32 peak, u32& mean) {
   const float scale = unit_scale(peak);
@@ -149,8 +149,8 @@ SN_DEVICE u32 mean_heads(const Threads& block, Shared& shared, const u16* positi
   return from_fixed(low, peak) | from_fixed(high, peak) << 16;
 }
 
-// Writes the codes and positions of the kept bins into the record; what the codes miss stays in
-// the coefficients.
+// Writes the codes and positions of the kept bins to the record; the codes' errors remain in the
+// coefficients.
 SN_DEVICE void write_record(const Threads& block, Shared& shared, u32* record, const u16* positions,
                             const Settings& s, u32 peak) {
   const bool means = s.values == kSign || s.values == kTwoBit;
@@ -224,7 +224,7 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
       }
     });
     write_record(block, shared, record, positions, s, peak);
-  } else {  // every rank will see NaN, and the memory stays as it was
+  } else {  // every rank will decode NaN, and the memory stays unchanged
     block.each([&](int t) {
       if (t == 0) record[0] = kNonFinite;
     });
@@ -247,7 +247,7 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
     for (int i = 0; i < kHalves; ++i) {
       if (!inside<kFloats / 2, kThreads>(t, i)) continue;
       Complex left = point<kThreads>(shared.data, t, i);
-      // The inverse ignores the imaginary parts of the edge bins: they are no loss.
+      // The inverse ignores the imaginary parts of the edge bins, so they are no error.
       const int m = t + i * kThreads;
       if (kParts == 2 && (m == 0 || m == kBins - 1)) left.im = 0.0f;
       pointer<Complex>(section.memory)[pair + t + i * kThreads] = left;
@@ -257,7 +257,7 @@ SN_DEVICE void encode_block(const Threads& block, Shared& shared, u32* record,
 
 // positions := those of the record; sets kDamaged unless there are `kept` below kBins,
 // kDisorder unless they ascend.
-// Whatever the record holds, nothing outside the arrays is touched.
+// Whatever the record contains, nothing outside the arrays is accessed.
 SN_DEVICE void read_positions(const Threads& block, Shared& shared, const u32* record,
                               u16* positions, const Settings& s) {
   const int kept = static_cast<int>(s.kept);
@@ -352,8 +352,8 @@ SN_DEVICE void decode_block(const Threads& block, Shared& shared, u32* record,
 
 }  // namespace sn
 
-// Two kernels alike: on the host a loop over thread blocks, whose `dynamic` is the record and a list of
-// positions of 16 bits; see Format.shared_bytes in ops/launch.py.
+// Defines both kernels: on the host a loop over thread blocks, where `dynamic` holds the record and
+// a list of 16-bit positions; see Format.shared_bytes in ops/launch.py.
 #ifdef SN_HOST
 #include "host.h"
 

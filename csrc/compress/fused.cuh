@@ -1,4 +1,4 @@
-// What the fused kernels share: the block's place in shared memory, loading and storing values.
+// Shared by the fused kernels: the layout of shared memory, loading and storing values.
 #pragma once
 
 #include "section.cuh"
@@ -14,9 +14,9 @@ constexpr int kBlock = SN_BLOCK, kSpan = SN_SPAN, kThreads = SN_THREADS, kTransf
 constexpr int kParts = kTransform == kFft || kTransform == kSpectrum ? 2 : 1;
 constexpr int kBins = kParts == 2 ? kBlock / 2 + 1 : kBlock;
 constexpr int kFloats = kBins * kParts;
-// kSpectrum takes and gives the bins themselves; it is there to test selection bit by bit.
+// kSpectrum reads and writes the bins themselves; it exists to test selection bit by bit.
 constexpr int kInput = kTransform == kSpectrum ? kFloats : kBlock;
-constexpr int kSlots = (kBins + kThreads - 1) / kThreads;  // bins of a thread
+constexpr int kSlots = (kBins + kThreads - 1) / kThreads;  // bins per thread
 constexpr int kMapWords = 2 * kBins / 32 + 2 > kSlots * kThreads / 32 ? 2 * kBins / 32 + 2
                                                                      : kSlots * kThreads / 32;
 static_assert((kBlock & (kBlock - 1)) == 0 && kBlock >= 32 && kBlock <= 8192, "a power of two");
@@ -45,7 +45,7 @@ SN_DEVICE float& own(Shared& shared, int t, int i, int part) {
   return shared.data[slot<kThreads * kParts>(t * kParts, i) + part];
 }
 
-constexpr int kPairs = (kInput / 2 + kThreads - 1) / kThreads;  // pairs of values of a thread
+constexpr int kPairs = (kInput / 2 + kThreads - 1) / kThreads;  // pairs of values per thread
 
 // sqrt(1 / size), rounded once.
 SN_DEVICE constexpr float root_of_inverse(int size) {
@@ -87,8 +87,8 @@ SN_DEVICE void set_pair(u64 to, i64 pair, float a, float b) {
     pointer<u32>(to)[pair] = to_bfloat(a) | to_bfloat(b) << 16;
 }
 
-// Where the values of one block lie. Whole and aligned blocks move as pairs, eight bytes of
-// float32 to a thread; others element by element.
+// The location of a block's values. Complete, aligned blocks are accessed in pairs, eight bytes of
+// float32 per thread; others element by element.
 struct Values {
   u64 at;
   i64 count;
@@ -103,8 +103,8 @@ struct Values {
     pairs = count == kInput && at % (2 * size) == 0;
   }
 
-  // Calls use(read) once, read(m) giving elements 2m and 2m + 1: the type is asked before the
-  // loop over m, so that its loads do not wait for one another.
+  // Calls use(read) once; read(m) returns elements 2m and 2m + 1. The branch on the type is outside
+  // the loop over m, so that its loads do not wait for one another.
   template <typename Use>
   SN_DEVICE void with_reader(Use use) const {
     const u64 from = at;
@@ -138,7 +138,7 @@ struct Values {
   SN_DEVICE float get(int i) const { return i < count ? element(at, i, dtype) : 0.0f; }
 };
 
-// What is done with a reader. Structs, not lambdas: NVRTC takes a generic lambda for a host
+// Functors that use a reader. Structs, not lambdas: NVRTC treats a generic lambda as a host
 // function.
 struct TransformPairs {
   const Threads& block;
@@ -181,7 +181,7 @@ SN_DEVICE void forward(const Threads& block, Shared& shared, const Values& value
     values.with_reader(StorePairs{block, data});
     if constexpr (kTransform == kHadamard) hadamard<kBlock, kThreads>(block, data, kScale);
     if constexpr (kTransform == kDct) {
-      // Even elements upwards, then odd ones downwards: two of either make a point.
+      // Even elements ascending, then odd ones descending: two of either form a point.
       Fft::template transform<true>(block, data, twiddles, [&](int b, int r) -> Complex {
         const int m = b + r * (kBlock / 16);
         const int i = m < kBlock / 4 ? 4 * m : 2 * kBlock - 1 - 4 * m;
@@ -223,7 +223,7 @@ SN_DEVICE void inverse(const Threads& block, Shared& shared, const Values& value
     for (int i = 0; i < kPairs; ++i) {
       const int m = t + i * kThreads;
       if (!inside<kInput / 2, kThreads>(t, i)) continue;
-      // Points lie swapped after an inverse transform.
+      // Points are swapped after an inverse transform.
       if (kTransform == kDct) {
         values.set(m, data[slot(m ^ 1)], data[slot((kBlock - 1 - m) ^ 1)]);
       } else {

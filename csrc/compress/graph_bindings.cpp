@@ -1,12 +1,12 @@
-// The FFT codec as two operations of TensorFlow's graphs, on the CPU: no Python in a step.
+// The FFT codec as two TensorFlow graph operations on the CPU: no Python in a step.
 //
-// A custom operation is usually compiled against TensorFlow's C++ headers, for one release of it.
-// TensorFlow has an interface in plain C for that, too (tensorflow/c/kernels.h and ops.h); its
-// functions are looked up in the library that is loaded already, by name. So this is compiled
-// without TensorFlow, and where a function is missing nothing is registered.
+// A custom operation is usually compiled against TensorFlow's C++ headers, for a single release.
+// TensorFlow also has a plain C interface for this (tensorflow/c/kernels.h and ops.h); its
+// functions are looked up by name in the library that is already loaded. So this is compiled
+// without TensorFlow, and if a function is missing, nothing is registered.
 //
-//   SnCompressEncode   a gradient and its memory -> the payload, as FFTCodec.encode makes it, and
-//                      the next memory
+//   SnCompressEncode   a gradient and its memory -> the payload, as from FFTCodec.encode, and the
+//                      next memory
 //   SnCompressDecode   the gathered payloads of all ranks -> the mean of one gradient
 #include "bindings.h"
 
@@ -26,7 +26,7 @@
 namespace {
 
 constexpr int kFloat = 1, kDouble = 2, kInt32 = 3, kInvalidArgument = 3;  // TensorFlow's numbers
-constexpr int64_t kHeadWords = 8, kFixedWords = 6;  // of a header; of these all payloads have the same
+constexpr int64_t kHeadWords = 8, kFixedWords = 6;  // of a header; those equal in all payloads
 constexpr const char* kAgain =
     "If it happens again, suspect memory or the network; do all ranks run the same version with "
     "the same settings?";
@@ -40,7 +40,7 @@ struct ShapeHandle;
 struct OpBuilder;
 struct KernelBuilder;
 
-// TensorFlow's functions that are used: what each returns, its name there without TF_, what it takes.
+// The TensorFlow functions used: return type, name without TF_, parameters.
 #define SN_TENSORFLOW(F)                                                                            \
   F(Status*, NewStatus, ())                                                                         \
   F(void, DeleteStatus, (Status*))                                                                  \
@@ -78,7 +78,7 @@ struct Api {
 };
 Api api;
 
-// Looks all of them up in the library; the name of the first that is missing, or null.
+// Looks them all up in the library; returns the name of the first that is missing, or null.
 const char* find_all(void* library) {
   const char* missing = nullptr;
   const auto find = [&](const char* name, auto& function) {
@@ -91,7 +91,7 @@ const char* find_all(void* library) {
   return missing;
 }
 
-// A status of TensorFlow's, let go of at the end.
+// A TensorFlow status, deleted by the destructor.
 class Outcome {
  public:
   Outcome() : status_(api.NewStatus()) {}
@@ -112,7 +112,7 @@ void fail(Context* context, const std::string& message) {
   api.OpKernelContext_Failure(context, outcome);
 }
 
-// A tensor of a step, let go of at the end; null where TensorFlow gives none.
+// A tensor of a step, deleted by the destructor; null if TensorFlow returns none.
 class Held {
  public:
   Held() = default;
@@ -158,9 +158,9 @@ struct Section {
   int64_t padded() const { return count * layout.block; }
 };
 
-constexpr size_t kNumbers = 13;  // of a section
+constexpr size_t kNumbers = 13;  // per section
 
-// What both operations are set to, from their attributes.
+// The settings of both operations, from their attributes.
 struct Settings {
   std::vector<Section> sections;
   std::vector<uint32_t> header;
@@ -178,7 +178,7 @@ std::vector<int64_t> numbers(Construction* construction, const char* name, Statu
   return values;
 }
 
-// Null, and the failure told, if an attribute is missing.
+// Null, with the failure reported, if an attribute is missing.
 void* create(Construction* construction) {
   const Outcome outcome;
   auto settings = std::make_unique<Settings>();
@@ -231,7 +231,7 @@ void encode(void* set, Context* context) {
   for (int at = 0; at < sections; ++at) {
     const Section& section = settings.sections[static_cast<size_t>(at)];
     const Held roots = Held::input(context, 1 + at);
-    const Held memory = Held::input(context, 1 + sections + at);  // null where there is none
+    const Held memory = Held::input(context, 1 + sections + at);  // null if there is none
     const int64_t dims[] = {section.count, section.layout.floats()};
     if (!roots) return fail(context, "no roots");
     Held left;
@@ -265,7 +265,7 @@ void encode(void* set, Context* context) {
   tallies[2] = saturated;
 }
 
-// What is wrong with a payload, or "".
+// A description of what is wrong with a payload, or "".
 std::string damage(const uint32_t* payload, const Settings& settings) {
   if (std::memcmp(payload, settings.header.data(), kFixedWords * 4) != 0)
     return "its header is another than expected";
@@ -358,7 +358,7 @@ std::string define(const char* name, const std::vector<const char*>& counts,
   return outcome.ok() ? "" : outcome.message();
 }
 
-// register_graph_kernels(path of libtensorflow_framework): why not, or None.
+// register_graph_kernels(path of libtensorflow_framework): the reason for failure, or None.
 PyObject* register_graph_kernels(PyObject*, PyObject* args) {
   const char* path;
   if (!PyArg_ParseTuple(args, "s", &path)) return nullptr;

@@ -10,7 +10,7 @@
 namespace sn {
 namespace {
 
-inline float upper(float value) {  // to the next number with a lower half of zeros
+inline float upper(float value) {  // rounds up to a number with a lower half of zeros
   return from_bits((to_bits(value) + 0xFFFF) & 0xFFFF0000u);
 }
 
@@ -24,15 +24,15 @@ const Loops* loops_of(Form form) {
   return vectors ? vectors : &plain_loops();
 }
 
-// Packs groups, some at a time: finding a grid is a chain of divisions, and those of several groups
-// run beside each other.
+// Packs several groups at a time: choosing a grid is a chain of divisions, and those of several
+// groups run in parallel.
 class Packer {
  public:
   Packer(Floats kind, const Grid& grid, const Loops& loops, const Packed& to, Escapes& escapes)
       : kind_(kind), grid_(grid), loops_(loops), to_(to), escapes_(escapes) {}
 
-  // Group g has `size` values, the first of them at position `at`; its codes begin at byte `byte`.
-  // Until flush() the values are still to be read.
+  // Group g has `size` values, the first at position `at`; its codes begin at byte `byte`. The
+  // values must stay valid until flush().
   void add(const void* values, int64_t size, int64_t at, int64_t g, int64_t byte) {
     jobs_[waiting_] = {values, size, at, g, byte};
     if (++waiting_ == kJobs || size > kRun) flush();
@@ -56,8 +56,8 @@ class Packer {
     waiting_ = 0;
   }
 
-  // Groups that lie side by side in lines, the first as in add(), the next ones `run`
-  // positions, `groups` and `bytes` further; false if that is not for them.
+  // Packs groups interleaved in lines, the first as in add(), each next one `run` positions,
+  // `groups` groups and `bytes` bytes further; false if they do not qualify.
   bool beside(const Lines<const uint8_t>& lines, int64_t size, int64_t at, int64_t g, int64_t byte,
               int64_t run, int64_t groups, int64_t bytes) {
     const PackBeside pack = loops_.pack[static_cast<int>(kind_)][index_][to_.spread != nullptr];
@@ -85,8 +85,8 @@ class Packer {
     return seen.zero && seen.low < 0 && seen.high > 0;
   }
 
-  // Two points about zero hold one side only: whether zeros are fewer than the elements of either
-  // side. Then these escape.
+  // Two points with zero cover one sign only: whether zeros are fewer than the elements of either
+  // sign. If so, zeros escape.
   bool few_zeros(const Job& job, const Extremes& seen) {
     const auto* values = static_cast<const uint8_t*>(job.values);
     const int64_t zeros = zeros_of(job.values, kind_, job.size);
@@ -107,7 +107,7 @@ class Packer {
     uint32_t* spread = to_.spread ? to_.spread + job.g : &unread;
     *spread = 0;
     if (to_.spread && seen.zero) escapes_.zeros += zeros_of(job.values, kind_, job.size);
-    // A grid as fine as its group allows holds all of it: nothing escapes, and nothing is checked.
+    // A grid spanning its group contains all of it: nothing escapes, so nothing is checked.
     const bool whole = seen.fits == job.size && std::isinf(grid_.bound) &&
                        (levels_ > 1 || !about_zero(seen)) && place.step < cap_;
     const RoundLoop loop = loops_.round[static_cast<int>(kind_)][index_][to_.spread != nullptr];
@@ -130,7 +130,7 @@ class Packer {
     return {static_cast<uint32_t>(pair), grid_.key, other, (at & 1) != 0};
   }
 
-  // Where elements may escape.
+  // For groups in which elements may escape.
   void check(const void* values, int64_t count, int64_t at, const Place& place, bool zeros_escape,
              uint8_t* codes, uint32_t* spread) {
     const float* run = widened(values, kind_, count, scratch_);
@@ -162,10 +162,10 @@ Place place_of(const Packed& from, int64_t g) {
   return {from.bases[g], from_bits(static_cast<uint32_t>(from.steps[g]) << 16)};
 }
 
-// Of what is no number in a damaged payload, instructions make other bits than half.h.
+// Vector instructions convert the NaNs of a corrupt payload to other bits than half.h.
 bool sound(const Place& place) { return std::isfinite(place.base) && std::isfinite(place.step); }
 
-// The values of a group whose codes begin at byte `byte`.
+// Decodes the values of a group whose codes begin at byte `byte`.
 void unpack(const Packed& from, int bits, const Loops& loops, Floats kind, int64_t size, int64_t g,
             int64_t byte, void* values) {
   const Place place = place_of(from, g);
@@ -181,9 +181,9 @@ void unpack(const Packed& from, int bits, const Loops& loops, Floats kind, int64
   }
 }
 
-// Packs or unpacks all groups: one(memory, size, at, g, byte) is one, as in Packer::add(), and done()
-// follows some. Those of a turned tensor go in tiles; where memory has a line of neighbours,
-// beside(lines, size, at, g, byte, groups, bytes) does all of a tile if it returns true.
+// Packs or unpacks all groups: one(memory, size, at, g, byte) does one, as in Packer::add(), and
+// done() follows after several. A permuted tensor goes in tiles; if a tile's rows fill lines of
+// memory, beside(lines, size, at, g, byte, groups, bytes) may do all of it and return true.
 template <bool back, typename Byte, typename ByLines, typename One, typename Done>
 void each_group(const Runs& runs, int64_t group, int bits, int64_t width, Byte* memory,
                 ByLines beside, One one, Done done) {
@@ -226,7 +226,7 @@ void each_group(const Runs& runs, int64_t group, int bits, int64_t width, Byte* 
 
 }  // namespace
 
-// With zero on the grid if the group has one; see choose() in ops/groups.py for the reasons.
+// Zero is on the grid if the group has one; see choose() in ops/groups.py for the reasons.
 Place choose(const Extremes& seen, int levels, float cap) {
   const float low = seen.low, high = seen.high, top = static_cast<float>(levels);
   const bool zero = seen.zero;

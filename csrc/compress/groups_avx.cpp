@@ -1,5 +1,5 @@
-// Rounding sixteen elements at a time. One source for two instruction sets: the vectors have 256 bits
-// in both, as AVX-512 gives these loops more registers and instructions, but no fewer loads.
+// Rounding sixteen elements at a time. One source for two instruction sets, both with vectors of
+// 256 bits, as AVX-512 gives these loops more registers and instructions, but no fewer loads.
 #include "groups_loops.h"
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -10,8 +10,8 @@
 namespace sn {
 namespace {
 
-// 32 elements: their codes in pairs, and what their spread adds to eight sums. No code is above the
-// grid but with 8 bits, where packing to bytes ends at 255.
+// Rounds 32 elements to codes, in pairs, and adds their spread to eight sums. No code exceeds the
+// grid except with 8 bits, where packing to bytes saturates at 255.
 template <Floats kind, int bits, bool look>
 SN_LANES void round_some(const uint8_t* values, const __m256i* mixed, const Spot& spot,
                          const __m256i* wanted, __m256i& sums, __m256i* codes) {
@@ -32,7 +32,7 @@ SN_LANES void round_some(const uint8_t* values, const __m256i* mixed, const Spot
   }
 }
 
-// With `odd`, the words are drawn first, as a vector of numbers begins in the middle of one.
+// With `odd`, the words are drawn first, as a vector of numbers begins in the middle of a word.
 template <Floats kind, int bits, bool look, bool odd>
 SN_LANES void round_run(const void* values, int64_t count, const Place& place, const Luck& luck,
                         uint8_t* codes, uint32_t* spread) {
@@ -113,7 +113,7 @@ SN_LANES void value_all(const uint8_t* codes, int64_t count, const Place& place,
   }
 }
 
-// The grids of sixteen groups side by side; false where an element does not fit, or a step is too wide.
+// The grids of sixteen interleaved groups; false if an element does not fit, or a step is too wide.
 template <Floats kind>
 SN_LANES bool grids_beside(const Reach<kind>* reach, int levels, float cap, Floats16& base,
                            Floats16& step) {
@@ -153,8 +153,8 @@ SN_LANES void keep_floats(const Floats16& it, float* to) {
   std::memcpy(to, words, sizeof words);
 }
 
-// Of eight groups, a lane each, four elements: two neighbours, and those half a word of codes further on,
-// whose codes share lanes with theirs. `mixed` is of either pair.
+// Rounds four elements of each of eight groups, one group per lane: two neighbours, and the two
+// half a word of codes further on, whose codes share their lanes. `mixed`: words of either pair.
 template <int bits, bool look>
 SN_LANES void round_beside(const __m256* x, __m256i* mixed, __m256i other, const Spot& spot,
                            int shift, __m256i& made, __m256i& sums) {
@@ -171,7 +171,7 @@ SN_LANES void round_beside(const __m256* x, __m256i* mixed, __m256i other, const
   const __m256i chance[4] = {near.a, near.b, away.a, away.b};
   for (int j = 0; j < 4; ++j) steps[j] = _mm256_add_epi32(steps[j], chance[j]);
   const __m256i even = codes_of<bits>(steps[0], steps[2]), odd = codes_of<bits>(steps[1], steps[3]);
-  if constexpr (bits == 8) {  // a word is full at once; packing to bytes ends at 255
+  if constexpr (bits == 8) {  // a word is complete at once; packing to bytes saturates at 255
     const __m256i order = _mm256_broadcastsi128_si256(
         _mm_setr_epi8(0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15));
     made = _mm256_shuffle_epi8(_mm256_packus_epi16(even, odd), order);
@@ -181,13 +181,13 @@ SN_LANES void round_beside(const __m256* x, __m256i* mixed, __m256i other, const
   }
 }
 
-// Words of 32 bits have the codes of a group; those of one place in all groups are made together.
+// A group's codes fill words of 32 bits; words at the same place in all groups are built together.
 template <Floats kind, int bits, bool look>
 SN_LANES bool pack_all(const Lines<const uint8_t>& lines, const Luck* luck, float cap,
                        const Beside& to) {
   constexpr int64_t held = 32 / bits, quarter = held / 4;
   constexpr int64_t groups = kLine / kWidth<kind>;
-  Reach<kind> reach[2];  // of the halves of a line
+  Reach<kind> reach[2];  // for the halves of a line
   for (int64_t i = 0; i < to.size; ++i)
     for (int k = 0; k < 2; ++k) reach[k].add(load(lines.first + lines.stride * i + 32 * k));
   for (int64_t first = 0; first < groups; first += kLanes) {
@@ -273,7 +273,7 @@ SN_LANES void unpack_all(const Beside& from, const Lines<uint8_t>& all) {
   }
 }
 
-// The loops as functions of one instruction set, into which each is inlined.
+// The loops as functions compiled for one instruction set, with everything inlined.
 #define SN_FORM(NAME, TARGET)                                                                       \
   struct NAME {                                                                                     \
     template <auto loop, typename Result, typename... Args>                                         \

@@ -1,5 +1,5 @@
-// Vectors of sixteen elements of a group: read and written, their extremes, grids, random numbers and
-// codes, with the instructions of AVX2, FMA and F16C. For groups_avx.cpp.
+// Vectors of sixteen elements of a group: loads and stores, extremes, grids, random numbers and
+// codes, with AVX2, FMA and F16C instructions. For groups_avx.cpp.
 #pragma once
 
 #include <immintrin.h>
@@ -48,8 +48,8 @@ SN_LANES void store_half(void* to, __m128i it) {
 
 SN_LANES __m256i all_of(uint32_t word) { return _mm256_set1_epi32(static_cast<int32_t>(word)); }
 
-// How sixteen elements lie in two vectors: float32 and float16 in order; bfloat16 as instructions on
-// halves of 128 bits take them apart and put them together: 0-3 and 8-11, 4-7 and 12-15.
+// The order of sixteen elements in two vectors: float32 and float16 in sequence; bfloat16 as
+// unpacked and packed by instructions on 128-bit halves: 0-3 and 8-11, 4-7 and 12-15.
 template <Floats kind>
 struct Order {
   static SN_LANES Floats16 read(const void* from) {
@@ -82,16 +82,16 @@ struct Order {
     const __m256i b = _mm256_cvtepu8_epi32(_mm_unpackhi_epi64(codes, codes));
     return {_mm256_cvtepi32_ps(a), _mm256_cvtepi32_ps(b)};
   }
-  // Elements with an even place, and those that follow them; which of eight are in which lane.
+  // The elements at even places, and those at odd ones; and the place of each lane's pair.
   static SN_LANES Floats16 pairs(const void* from) {
     const Floats16 it = read(from);
     return {_mm256_shuffle_ps(it.a, it.b, 0x88), _mm256_shuffle_ps(it.a, it.b, 0xDD)};
   }
   static SN_LANES __m256i places() { return _mm256_setr_epi32(0, 1, 4, 5, 2, 3, 6, 7); }
   static SN_LANES __m256i placed(__m256i words) { return _mm256_permute4x64_epi64(words, 0xD8); }
-  // Where in two vectors of pairs, packed to bytes, four bytes after four are.
+  // The order of groups of four bytes in two vectors of pairs that were packed to bytes.
   static SN_LANES __m256i fours() { return _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7); }
-  static constexpr int64_t lane(int64_t element) {  // of a vector of pairs of 16 bits
+  static constexpr int64_t lane(int64_t element) {  // in a vector of pairs of 16 bits
     return element < 4 || element >= 12 ? element : element ^ 12;
   }
 };
@@ -136,9 +136,9 @@ struct Order<kBrain> {
   static constexpr int64_t lane(int64_t element) { return element; }
 };
 
-// Extremes of words as they are, lane by lane. Floats of the same sign are in the order of unsigned
-// words; as signed ones those below zero come first. So the least is the greatest unsigned word if
-// that has a sign, else the least; and the greatest is the greatest signed word if that has none.
+// Extremes of raw words, per lane. Magnitudes of floats of equal sign order like unsigned words; as
+// signed words, negative ones come first. So the least float is the greatest unsigned word if its
+// sign is set, else the least; the greatest is the greatest signed word unless its sign is set.
 template <Floats kind>
 struct Reach {
   static constexpr uint32_t kSign = kind == kFloats ? 0x80000000u : 0x80008000u;
@@ -159,7 +159,7 @@ struct Reach {
       down = _mm256_min_epu16(down, words);
     }
   }
-  // All ones in lanes that have a sign.
+  // All ones in lanes whose sign is set.
   static SN_LANES __m256i signs(__m256i words) {
     return kind == kFloats ? _mm256_srai_epi32(words, 31) : _mm256_srai_epi16(words, 15);
   }
@@ -187,7 +187,7 @@ struct Reach {
   // The least or the greatest of all lanes, as a float.
   template <bool most>
   static SN_LANES float one(__m256i words) {
-    // In the order of unsigned words, the greatest first where it is wanted.
+    // Keys in the order of unsigned words, reversed if the greatest is wanted.
     const __m256i ordered = _mm256_xor_si256(words, _mm256_and_si256(signs(words), all_of(~kSign)));
     const __m256i keys = _mm256_xor_si256(ordered, all_of(most ? ~kSign : kSign));
     const __m128i half = _mm256_castsi256_si128(keys), other = _mm256_extracti128_si256(keys, 1);
@@ -236,7 +236,7 @@ SN_LANES bool range_all(const void* values, int64_t count, Extremes& seen) {
 
 SN_LANES __m256 one_of(__m256 mask, __m256 yes, __m256 no) { return _mm256_blendv_ps(no, yes, mask); }
 
-// choose() of eight groups, but for what it does beyond `cap`.
+// choose() for eight groups, except for steps beyond `cap`.
 struct Grids8 {
   __m256 base, step;
 
@@ -294,7 +294,7 @@ SN_LANES __m256i folded(__m256i x) {
 
 SN_LANES __m256i times(__m256i x, uint32_t factor) { return _mm256_mullo_epi32(x, all_of(factor)); }
 
-// random_word() from the first sum on, but for its last line.
+// random_word() after the first sum, except for its last line.
 template <int number>
 SN_LANES void mix(__m256i* x, __m256i other) {
   for (int k = 0; k < number; ++k)
@@ -302,8 +302,8 @@ SN_LANES void mix(__m256i* x, __m256i other) {
   for (int k = 0; k < number; ++k) x[k] = times(folded<15>(x[k]), kSecond);
 }
 
-// From what mix() makes, the numbers of as many bits as a fraction has: of eight elements with an even
-// place, and of those that follow them.
+// Extracts from mix()'s words the random numbers, with as many bits as a fraction: those of eight
+// elements at even places, and of the elements after them.
 template <int bits>
 SN_LANES Words16 luck_of(__m256i mixed) {
   const __m256i upper = _mm256_srli_epi32(mixed, 16), word = _mm256_xor_si256(mixed, upper);
@@ -312,9 +312,9 @@ SN_LANES Words16 luck_of(__m256i mixed) {
           _mm256_srli_epi32(mixed, 17)};
 }
 
-// Words of eight pairs of a row, in the lanes of Order::places().
+// The random words of eight pairs of a row, in the lanes of Order::places().
 struct Row {
-  __m256i at, step, other;  // the first product and sum are taken from one to the next
+  __m256i at, step, other;  // the first product and sum are computed incrementally
 
   SN_LANES Row(const Luck& luck, __m256i places)
       : step(all_of(8 * kWeyl)), other(all_of(luck.other)) {
@@ -322,7 +322,7 @@ struct Row {
                           all_of(luck.key));
   }
 
-  // Several vectors side by side: each is a long chain of instructions that wait for one another.
+  // Interleaves several vectors, as each is a long chain of dependent instructions.
   template <int number>
   SN_LANES void next(__m256i* x) {
     for (int k = 0; k < number; ++k) {
@@ -334,7 +334,7 @@ struct Row {
 };
 
 struct Spot {
-  __m256 base, inverse;  // the inverse of a step, times what a fraction counts in
+  __m256 base, inverse;  // the inverse of a step, times the scale of the fraction
 
   template <int bits>
   static SN_LANES Spot of(__m256 base, __m256 step) {
@@ -345,7 +345,7 @@ struct Spot {
   }
 };
 
-// Whole parts of two vectors, in the lower and the upper halves of lanes.
+// The integer parts of two vectors, in the lower and the upper halves of lanes.
 template <int bits>
 SN_LANES __m256i codes_of(__m256i lower, __m256i upper) {
   constexpr int fraction = fraction_of(bits);
@@ -353,7 +353,7 @@ SN_LANES __m256i codes_of(__m256i lower, __m256i upper) {
                             _mm256_slli_epi32(upper, 16 - fraction), 0xAA);
 }
 
-// How far from the point below, in parts of 256, likewise; both 0 and 256 are 0, and count for nothing.
+// The distances from the point below, in 1/256, likewise; 0 and 256 both become 0, or contribute 0.
 template <int bits>
 SN_LANES __m256i ways_of(__m256i lower, __m256i upper) {
   constexpr int rest = fraction_of(bits) - 8;
@@ -366,7 +366,7 @@ SN_LANES __m256i spread_of(__m256i ways) {
   return _mm256_madd_epi16(ways, _mm256_sub_epi16(_mm256_set1_epi16(256), ways));
 }
 
-// 32 codes of a byte each, side by side.
+// Packs 32 codes of one byte each.
 template <int bits>
 SN_LANES void squeeze(__m256i codes, uint8_t* to) {
   if constexpr (bits == 8) {

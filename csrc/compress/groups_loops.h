@@ -1,4 +1,4 @@
-// The loops over one group's elements in several forms of the same bits: see groups.cpp.
+// The loops over one group's elements, in several bit-identical forms: see groups.cpp.
 #pragma once
 
 #include <cstdint>
@@ -8,31 +8,31 @@
 
 namespace sn {
 
-constexpr uint32_t kUnfit = 0x7B800000;  // 2**120: from here on, NaN included, values escape
+constexpr uint32_t kUnfit = 0x7B800000;  // 2**120: values from there on, and NaN, escape
 constexpr uint32_t kFinest = 0x0880;     // upper half of 2**-110, the finest step
 
-struct Place {  // of a grid: its lowest point, and the distance of two points
+struct Place {  // a grid: its lowest point, and the distance between adjacent points
   float base, step;
 };
 
-// Of the elements that fit: the least, the greatest, if one is zero, and how many they are.
+// Over the elements that fit: the least, the greatest, whether any is zero, and their number.
 struct Extremes {
   float low = 0, high = 0;
   bool zero = false;
   int64_t fits = 0;
 };
 
-// The finest grid of `levels` steps that holds a group, or one of step `cap`.
+// The finest grid of `levels` steps that spans a group, or one of step `cap`.
 Place choose(const Extremes& seen, int levels, float cap);
 
-// Bits of a fraction: with those of a code no more than 23, so that of a float32's 24 one is left for
-// the rounding of the quotient, and whole numbers stay what they are.
+// Bits of a fraction: with a code's at most 23, so that one of a float32's 24 bits is left for the
+// rounding of the quotient, and integers stay exact.
 constexpr int fraction_of(int bits) { return bits < 8 ? 16 : 15; }
 
-// The random numbers of 16 bits from a position on: two of a word, the lower half first.
+// The 16-bit random numbers from a position on: two per word, the lower half first.
 struct Luck {
   uint32_t pair, key, other;  // the first word
-  bool odd;                   // whether its upper half is the first number
+  bool odd;                   // whether the first number is its upper half
 };
 
 constexpr uint32_t kWeyl = 0x9E3779B9u, kFirst = 0x7FEB352Du, kSecond = 0x846CA68Bu;
@@ -46,23 +46,23 @@ inline uint32_t random_word(uint32_t at, uint32_t key, uint32_t other) {
   return x ^ (x >> 16);
 }
 
-constexpr int64_t kRun = 1024;  // elements worked on at a time: scratch stays in the cache
+constexpr int64_t kRun = 1024;  // elements processed at a time: scratch stays in the cache
 
-// The extremes of a group all of which fits; false where an element does not.
+// The extremes of a group whose elements all fit; false if one does not.
 using RangeLoop = bool (*)(const void* values, int64_t count, Extremes& seen);
 // The grids of up to eight groups.
 using GridLoop = void (*)(const Extremes* seen, int count, int levels, float cap, Place* places);
-// Rounds up to kRun elements that all lie on the grid to codes side by side; `spread`, if asked for,
-// gets what groups.h says added.
+// Rounds up to kRun elements, all within the grid, to packed codes; adds to `spread`, if requested,
+// as described in groups.h.
 using RoundLoop = void (*)(const void* values, int64_t count, const Place& place, const Luck& luck,
                            uint8_t* codes, uint32_t* spread);
-// The values of codes of one byte, on a grid of finite numbers.
+// Decodes codes of one byte each, on a grid of finite numbers.
 using ValueLoop = void (*)(const uint8_t* codes, int64_t count, const Place& place, void* values);
 
-// Groups side by side, as channels are where they come last: a line of kLine bytes has one element of
-// each. Where those of the next group lie: `groups` further, and `bytes` further.
+// Interleaved groups, as of channels in channels-last layout: a line of kLine bytes has one element
+// of each. The next group's results are `groups` elements further, and its codes `bytes` further.
 struct Beside {
-  int64_t size;  // of each group; its codes fill words of 32 bits
+  int64_t size;  // elements of each group; its codes fill words of 32 bits
   float* bases;
   uint16_t* steps;
   uint32_t* spread;
@@ -70,13 +70,13 @@ struct Beside {
   int64_t groups, bytes;
 };
 
-// False where an element does not fit or a step is not below `cap`; `luck` is of each group, none odd.
+// False if an element does not fit or a step is not below `cap`; `luck` is per group, none odd.
 using PackBeside = bool (*)(const Lines<const uint8_t>& lines, const Luck* luck, float cap,
                             const Beside& to);
-using UnpackBeside = void (*)(const Beside& from, const Lines<uint8_t>& lines);  // of finite grids
+using UnpackBeside = void (*)(const Beside& from, const Lines<uint8_t>& lines);  // for finite grids
 
-// By Floats; by the logarithm of bits; without spread, and with it. Those for groups side by side, of
-// 2 bits and more, are null among the plain ones.
+// Indexed by Floats, by the logarithm of bits, and by whether with spread. Loops for interleaved
+// groups exist for 2 bits and more, and are null in the plain table.
 struct Loops {
   RangeLoop range[3];
   GridLoop grids;
@@ -86,8 +86,8 @@ struct Loops {
   UnpackBeside unpack[3][4];
 };
 
-// The table of a form, whose loops are static templates; kBeside: whether it has those for groups side
-// by side.
+// Fills the table of a form, whose loops are static templates; kBeside: whether it has those for
+// interleaved groups.
 template <typename Form, Floats kind, int at>
 constexpr void fill(Loops& loops) {
   constexpr int floats = static_cast<int>(kind), bits = 1 << at;
@@ -120,19 +120,19 @@ constexpr Loops table_of() {
 
 const Loops& plain_loops();
 
-// Of 256 bits, with the instructions of AVX2, FMA and F16C, or with those of AVX-512 too; null where
-// the compiler or this processor lacks them.
+// With 256-bit vectors and the instructions of AVX2, FMA and F16C, or also of AVX-512; null if the
+// compiler or this processor lacks them.
 const Loops* avx2_loops();
 const Loops* avx512_loops();
 
-// What follows serves groups in which elements may escape, whatever the form: see groups_plain.cpp.
+// For groups in which elements may escape, shared by all forms: see groups_plain.cpp.
 
 constexpr int64_t width_of(Floats kind) { return kind == Floats::kSingle ? 4 : 2; }
 
 Extremes extremes_of(const void* values, Floats kind, int64_t count);  // of elements that fit
-int64_t zeros_of(const void* values, Floats kind, int64_t count);      // how many are zero
+int64_t zeros_of(const void* values, Floats kind, int64_t count);      // number of zeros
 
-// Up to kRun values as float32: where they lie, or in `scratch`.
+// Returns up to kRun values as float32: in place, or converted into `scratch`.
 const float* widened(const void* values, Floats kind, int64_t count, float* scratch);
 
 struct Drawn {  // random numbers of up to kRun elements
@@ -140,14 +140,14 @@ struct Drawn {  // random numbers of up to kRun elements
   const uint16_t* draw(const Luck& luck, int64_t count);
 };
 
-// Rounds up to kRun elements to codes of a byte each: `bad` marks those that no code stands for, among
-// them those of a magnitude below `least`, and the number of them is returned.
+// Rounds up to kRun elements to codes of one byte each; `bad` marks those that no code represents,
+// including those of a magnitude below `least`. Returns their number.
 int32_t quantise(const float* values, int32_t count, const Place& place, int bits, float bound,
                  uint32_t least, const uint16_t* luck, uint8_t* codes, uint8_t* bad,
                  uint32_t* spread);
 
-// Codes of one byte each, of up to kRun elements, side by side, `wide` having room for a byte more; and
-// back, up to a multiple of 8 / bits codes.
+// Packs codes of one byte each, of up to kRun elements, where `wide` has room for another byte; and
+// unpacks them, up to a multiple of 8 / bits codes.
 void side_by_side(uint8_t* wide, int64_t count, int bits, uint8_t* codes);
 void spread_codes(const uint8_t* codes, int64_t count, int bits, uint8_t* wide);
 

@@ -1,4 +1,4 @@
-// The loops over groups that run anywhere, and what all forms share where elements may escape.
+// The portable loops over groups, and what all forms share for groups in which elements may escape.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -14,12 +14,12 @@ namespace {
 
 constexpr float kEdge = 0.0009765625f;  // 2**-10 of a step
 
-// Floats in the order of integers, and back; its own inverse.
+// Maps the bits of floats to integers in the same order, and back; its own inverse.
 inline uint32_t ordered(uint32_t bits) {
   return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) & 0x7FFFFFFF);
 }
 
-// Extremes, in the order of integers, of what fits; and how many are zero, or fit.
+// Extremes, as ordered integers, of elements that fit; and the numbers of zeros and of fits.
 struct Range {
   int32_t low = std::numeric_limits<int32_t>::max(), high = std::numeric_limits<int32_t>::min();
   int64_t zeros = 0, fits = 0;
@@ -33,7 +33,7 @@ SN_CLONES void range_run(const float* values, int64_t count, Range& range) {
     std::memcpy(&word, values + i, 4);
     const uint32_t magnitude = word & 0x7FFFFFFF;
     const auto key = static_cast<int32_t>(ordered(word));
-    // By masks: compilers make branches of selections that feed a minimum, and no vector code.
+    // With masks: compilers turn selections that feed a minimum into branches, not vector code.
     const int32_t mask = -static_cast<int32_t>(magnitude < kUnfit);
     low = std::min((key & mask) | (most & ~mask), low);
     high = std::max((key & mask) | (~most & ~mask), high);
@@ -47,7 +47,7 @@ template <typename Word>
 SN_CLONES int64_t zeros_run(const Word* words, int64_t count) {
   int64_t zeros = 0;
   for (int64_t i = 0; i < count; i += kRun) {
-    Word here = 0;  // as wide as what is compared, so that lanes are not widened
+    Word here = 0;  // as wide as the words compared, so that lanes are not widened
     for (int64_t j = i; j < std::min(count, i + kRun); ++j)
       here = static_cast<Word>(here + (static_cast<Word>(words[j] << 1) == 0));
     zeros += here;
@@ -111,18 +111,18 @@ SN_CLONES int32_t quantise(const float* values, int32_t count, const Place& plac
   for (int32_t i = 0; i < count; ++i) {
     uint32_t word;
     std::memcpy(&word, values + i, 4);
-    // Below the least the difference wraps around, past all others.
+    // Below `least` the unsigned difference wraps around and exceeds all others.
     const bool fit = (word & 0x7FFFFFFF) - least < kUnfit - least;
     const float value = fit ? values[i] : base;
     const float raw = (value - base) * inverse;
     float q = raw > 0 ? raw : 0;
     q = q < top ? q : top;
-    // To nearest, as it is below 2**23.
+    // Rounds to nearest, as the product is below 2**23.
     const auto steps = static_cast<int32_t>((q * scale + 0x1p23f) - 0x1p23f);
     const int32_t code = (steps + (luck[i] >> dropped)) >> fraction;
     codes[i] = static_cast<uint8_t>(code);
     const float error = (base + static_cast<float>(code) * place.step) - value;
-    // Off the grid by more than what rounding does: its end would be within the bound, but biased.
+    // On the grid up to rounding error. Farther off, its end may be within the bound, but biased.
     const bool on = (raw > -kEdge) & (raw < top + kEdge);
     const bool good = fit & on & (std::fabs(error) < bound);
     number += !good;

@@ -8,8 +8,8 @@
 
 namespace sn {
 
-// kernel(block, shared, dynamic) for each block; `shared` and `dynamic` (`words` of 32 bits) hold
-// garbage at the start of each, as shared memory does. Allocated exactly, for the sanitizers.
+// Runs kernel(block, shared, dynamic) for each block; `shared` and `dynamic` (`words` of 32 bits)
+// contain garbage at first, as shared memory does. Allocated at exact size, for the sanitizers.
 template <int Threads, typename Shared, typename Kernel>
 void run(i64 blocks, int order, i64 words, Kernel kernel) {
   const auto shared = std::make_unique<Shared>();

@@ -1,7 +1,7 @@
-// Loops the compiler turns into vector code, once per instruction set, chosen at load time.
+// Loops that the compiler vectorizes, once per instruction set, chosen at load time.
 //
-// Every loop gives the same bits on every instruction set: integers, or floats combined element
-// by element. Sums of floats keep 64 partial sums in a fixed order for the same reason.
+// Every loop is bit-identical on every instruction set: integers, or floats combined element by
+// element. For the same reason, sums of floats use 64 partial sums in a fixed order.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@
 
 namespace sn {
 
-// Four floats; and four of those of two such: 0 to 3 are of `a`, 4 to 7 of `b`.
+// Four floats; and a selection of four from two of these: 0 to 3 are from `a`, 4 to 7 from `b`.
 typedef float Quarter __attribute__((vector_size(16)));
 #if defined(__clang__) || __GNUC__ >= 12
 #define SN_PICK(a, b, w, x, y, z) __builtin_shufflevector(a, b, w, x, y, z)

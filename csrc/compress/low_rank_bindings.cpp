@@ -1,4 +1,4 @@
-// Bindings of what the low-rank exchange computes on a host. Sizes are checked here; the callers
+// Bindings of the low-rank exchange's functions on a host. Sizes are checked here; the callers
 // (ops/products.py, ops/orthonormal.py, ops/fixed_point.py) have checked dtypes.
 #include "column_arguments.h"
 #include "orthonormal.h"
@@ -7,14 +7,14 @@
 namespace sn {
 namespace {
 
-// What the three products are called with: a matrix [rows, columns], factors [directions, rows]
-// and [directions, columns], of which rows or columns from `first` to `last` are worked on.
+// Arguments of the three products: a matrix [rows, columns], factors [directions, rows] and
+// [directions, columns], and the range of rows or columns, `first` to `last`, to compute.
 struct Product {
   Buffer matrix, left, right;
   long long rows, columns, directions, first, last;
   int option, kernel;
 
-  // writes : of matrix, left, right, which is the result: "m", "l" or "r"
+  // writes : which of matrix, left and right is the result: "m", "l" or "r"
   bool take(PyObject* args, char writes) {
     const auto mode = [&](char which) { return which == writes ? Buffer::out : Buffer::in; };
     if (!PyArg_ParseTuple(args, "O&O&O&LLLLLii", mode('m'), &matrix, mode('l'), &left, mode('r'),

@@ -1,5 +1,5 @@
-// The Python extension sn_compress._core: records, groups of floats, transforms. Arrays come as
-// contiguous buffers, their sizes are checked here; the caller (ops/record.py) has checked the
+// The Python extension sn_compress._core: records, groups of floats, transforms. Arrays are passed
+// as contiguous buffers, whose sizes are checked here; the caller (ops/record.py) has checked the
 // settings.
 #include "bindings.h"
 
@@ -22,7 +22,7 @@ namespace {
 
 using sn::Buffer;
 
-// A converter for "O&": a layout from the tuple that `numbers` in ops/record.py returns.
+// Converter for "O&": a layout from the tuple that `numbers` in ops/record.py returns.
 int layout_of(PyObject* numbers, void* to) {
   long long block, parts, kept, words;
   int values, code_bits, mantissa, bitmap;
@@ -36,8 +36,8 @@ int layout_of(PyObject* numbers, void* to) {
   return 1;
 }
 
-// The number of records, of which each has so many values and, where there is one, a row of memory; or
-// -1 with an exception set.
+// The number of records, each with this many values and, if there is a memory, a row of it; or -1
+// with an exception set.
 int64_t rows_of(const Buffer& words, const Buffer& values, int64_t each, const sn::Layout& layout,
                 const Buffer& memory = {}) {
   const int64_t rows = words.bytes() / (4 * layout.words);
@@ -53,8 +53,8 @@ PyObject* tally_of(const sn::Tally& tally) {
   return Py_BuildValue("Ldd", static_cast<long long>(tally.saturated), tally.energy, tally.error);
 }
 
-// Whether the buffers of `count` elements in runs of groups belong together; if not, an exception is
-// set.
+// Whether the sizes of the buffers of `count` elements in runs of groups are consistent; if not, an
+// exception is set.
 bool groups_match(int64_t count, int64_t run, int bits, int64_t group, const Buffer& bases,
                   const Buffer& steps, const Buffer& codes) {
   const bool legal = (bits == 1 || bits == 2 || bits == 4 || bits == 8) && group >= 32 &&
@@ -106,8 +106,8 @@ PyObject* decode(PyObject*, PyObject* args) {
   return done ? PyLong_FromLongLong(damaged) : nullptr;
 }
 
-// Whether blocks of this length, in such spans, have a Fourier with these roots; if not, an exception
-// is set.
+// Whether Fourier supports blocks of this length, in such spans, with these roots; if not, an
+// exception is set.
 bool fourier_fits(int64_t block, int64_t parts, int64_t span, const Buffer& roots) {
   if (parts == 2 && span >= sn::Fourier::kShortest && span <= sn::Fourier::kLongest &&
       (span & (span - 1)) == 0 && block >= span && block % span == 0 &&
@@ -211,7 +211,7 @@ PyObject* through_half(PyObject*, PyObject* args) {
   });
 }
 
-// Whether this is one of `names`, whose place is then the value of `to`.
+// Whether this is one of `names`, whose index is then stored in `to`.
 template <typename Enum, size_t count>
 bool named(PyObject* name, const char* const (&names)[count], void* to) {
   for (size_t i = 0; PyUnicode_Check(name) && i < count; ++i)
@@ -250,13 +250,13 @@ PyObject* group_forms(PyObject*, PyObject*) {
   return names;
 }
 
-// What both directions take of runs: how long they are and, if not empty, the numbers of a turn.
+// The arguments of both directions about runs: their length and, if not empty, a turn's numbers.
 struct RunArguments {
   long long count = 0, first = 0, length = 0;
   PyObject* numbers;
   sn::Turn turn;
 
-  // Whether all that is packed lies in `there` elements; if not, an exception is set.
+  // Whether all elements to pack are within the `there` elements; if not, an exception is set.
   bool fit(int64_t there, int64_t group) {
     const Py_ssize_t size = PyTuple_Check(numbers) ? PyTuple_GET_SIZE(numbers) : 0;
     if (size == 0) {

@@ -8,11 +8,11 @@
 namespace sn {
 namespace {
 
-constexpr double kLeast = 0.5;  // of a squared norm: whole numbers that are not zero have one
-constexpr int kHigh = 300;      // powers of two from -kHigh to kHigh are told apart
-constexpr int64_t kRun = 256;   // numbers of a row at a time
+constexpr double kLeast = 0.5;  // least nonzero squared norm: nonzero integers have at least 1
+constexpr int kHigh = 300;      // exponents of powers of two range from -kHigh to kHigh
+constexpr int64_t kRun = 256;   // numbers of a row processed at a time
 
-// One row with all up to itself: whole numbers, so that their order does not matter.
+// Products of a row with all rows up to itself: integers, so that the order of sums is irrelevant.
 SN_CLONES void products(const double* rows, int64_t row, int64_t width, double* found) {
   const double* own = rows + row * width;
   const int64_t even = width / 16 * 16;
@@ -28,7 +28,7 @@ SN_CLONES void products(const double* rows, int64_t row, int64_t width, double* 
   }
 }
 
-// Row of the transform times the rows up to it: whole numbers, too.
+// A row of the transform times the rows up to it: also integers.
 SN_CLONES void combine(const double* factors, const double* rows, int64_t row, int64_t width,
                        double unit, float* out) {
   for (int64_t start = 0; start < width; start += kRun) {
@@ -50,7 +50,7 @@ SN_CLONES void subtract(double factor, const double* from, double* row, int64_t 
   }
 }
 
-// The least power of two that is not below a magnitude, by its exponent.
+// The exponent of the least power of two that is not below a magnitude.
 int above(double peak) {
   if (!(peak > 0)) return -kHigh;
   int exponent;
@@ -74,7 +74,7 @@ void Orthonormal::operator()(const Whole* sums, const float* instead, int64_t ro
 }
 
 void Orthonormal::work(const float* instead, int64_t rows, int64_t width, int bits, float* out) {
-  const int64_t length = 2 * rows;  // of [gram, unit], which Gauss's elimination works on
+  const int64_t length = 2 * rows;  // of [gram, unit], for Gaussian elimination
   both_.assign(static_cast<size_t>(rows * length), 0.0);
   scales_.resize(static_cast<size_t>(rows));
   line_.resize(static_cast<size_t>(rows));

@@ -1,4 +1,4 @@
-// Rows of whole numbers as orthonormal rows: see ops/orthonormal.py, whose bits these are.
+// Orthonormalization of integer rows, bit-identical to ops/orthonormal.py; see there.
 #pragma once
 
 #include <cstdint>
@@ -6,9 +6,9 @@
 
 namespace sn {
 
-// One matrix, [rows, width] of whole numbers whose products float64 sums exactly. A row that
-// depends on those before it becomes zeros, or that of `instead`, which may be null.
-// bits : of the transform, rounded to whole numbers
+// One matrix, [rows, width], of integers whose products float64 sums exactly. A row that depends on
+// those before it becomes zeros, or the row of `instead`, which may be null.
+// bits : of the transform, which is rounded to integers
 class Orthonormal {
  public:
   template <typename Whole>

@@ -1,4 +1,4 @@
-// Bit fields in 32-bit words, and Elias-Fano positions. Twin: ops/record.py.
+// Bit fields in 32-bit words, and Elias-Fano positions. Counterpart: ops/record.py.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ constexpr uint32_t mask_of(int count) {
   return static_cast<uint32_t>((uint64_t{1} << count) - 1);
 }
 
-// Writes fields of at most 32 bits one after another; the words are zero from bit `at` on.
+// Writes consecutive fields of at most 32 bits; the words must be zero from bit `at` on.
 class Writer {
  public:
   Writer(uint32_t* words, int64_t at) : word_(words + (at >> 5)), filled_(at & 31) {
@@ -24,7 +24,7 @@ class Writer {
       filled_ -= 32;
     }
   }
-  // Leaves alone what another Writer has put behind.
+  // Preserves what another Writer has written after it.
   void flush() {
     if (filled_) *word_ |= static_cast<uint32_t>(pending_);
   }
@@ -35,7 +35,7 @@ class Writer {
   int filled_;
 };
 
-// Reads fields of at most 32 bits one after another, and no word beyond the last of them.
+// Reads consecutive fields of at most 32 bits, and no word beyond the last of them.
 class Reader {
  public:
   Reader(const uint32_t* words, int64_t at) : word_(words + (at >> 5)) {
@@ -87,7 +87,7 @@ inline void put_bitmap(uint32_t* words, int64_t at, const uint32_t* positions, i
   for (int64_t i = 0; i < kept; ++i) set_bit(words, at + positions[i]);
 }
 
-// Where the ones are among the `length` bits at `at`; false unless there are `kept` of them.
+// Finds the ones among the `length` bits at `at`; false unless there are `kept` of them.
 inline bool get_ones(const uint32_t* words, int64_t at, int64_t length, int64_t kept,
                      uint32_t* ones) {
   Reader map(words, at);
@@ -102,7 +102,7 @@ inline bool get_ones(const uint32_t* words, int64_t at, int64_t length, int64_t 
   return seen == kept;
 }
 
-// The positions in order; false unless there are `kept`, ascending strictly below `bins`.
+// Reads the positions in order; false unless there are `kept`, strictly ascending below `bins`.
 inline bool get_positions(const uint32_t* words, int64_t at, int64_t kept, int64_t bins,
                           bool bitmap, uint32_t* positions) {
   if (bitmap) return get_ones(words, at, bins, kept, positions);

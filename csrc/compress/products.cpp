@@ -7,10 +7,10 @@
 
 #include "lanes.h"
 
-#pragma GCC diagnostic ignored "-Wpsabi"  // wide vectors never cross a call: all is inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // no call passes wide vectors: everything is inlined
 
-// Sums live in registers only if all is inlined and no loop over them is left. Sanitizers look at
-// every access: such code takes a compiler ten times as long then, and no sum stays in a register.
+// Sums stay in registers only if everything is inlined and no loop over them remains. Sanitizers
+// check every access: such code then takes ten times as long to compile, with no sum in a register.
 #if defined(__SANITIZE_ADDRESS__)
 #define SN_UNROLL
 #define SN_INSIDE
@@ -24,9 +24,9 @@ namespace sn {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int64_t kRows = 64;  // of a matrix, worked on while they are in the cache
+constexpr int64_t kRows = 64;  // rows of a matrix processed while they are in the cache
 
-// 16 floats in registers of Width: a compiler makes slow code of vectors wider than the machine's.
+// 16 floats in registers of Width: compilers emit slow code for vectors wider than the machine's.
 template <int Width>
 struct Lanes {
   typedef float Part __attribute__((vector_size(4 * Width)));
@@ -50,7 +50,7 @@ struct Lanes {
   SN_INLINE void fill(float value) {
     SN_UNROLL for (int i = 0; i < kParts; ++i) parts[i] = Part{} + value;
   }
-  // Lanes l, l + 8 and l + 4, l + 12 added up, then these two: four lanes.
+  // Adds lanes l, l + 8 and l + 4, l + 12, then these two sums: four lanes remain.
   SN_INLINE Quarter quarter() const {
     Quarter all[4];
     SN_UNROLL for (int i = 0; i < kParts; ++i) {
@@ -61,7 +61,7 @@ struct Lanes {
   }
 };
 
-// The sums of four times 16 lanes.
+// Sums each of four sets of 16 lanes.
 template <int Width>
 SN_INLINE void fold(const Lanes<Width>* four, float* sums) {
   const Quarter a = four[0].quarter(), b = four[1].quarter(), c = four[2].quarter(),
@@ -72,7 +72,7 @@ SN_INLINE void fold(const Lanes<Width>* four, float* sums) {
   std::memcpy(sums, &all, sizeof all);
 }
 
-// Some rows with some directions; `factor` holds 16 numbers of each direction in turn.
+// Multiplies some rows by some directions; `factor` interleaves these, 16 numbers at a time.
 template <int Width, int Rows, int Some>
 SN_INLINE void rows_block(const float* const* rows, int64_t chunks, const float* rest,
                           const float* factor, float (*sums)[Rows]) {
@@ -99,7 +99,7 @@ SN_INLINE void rows_block(const float* const* rows, int64_t chunks, const float*
     SN_UNROLL for (int i = 0; i < Rows; i += 4) fold(&total[j][i], &sums[j][i]);
 }
 
-// work(count), where count is 1 to Most, as a constant.
+// Calls work(count) with count, 1 to Most, as a compile-time constant.
 template <int Most, typename Work>
 SN_INLINE void with_constant(int64_t count, const Work& work) {
   if constexpr (Most > 1) {
@@ -108,12 +108,12 @@ SN_INLINE void with_constant(int64_t count, const Work& work) {
   work(std::integral_constant<int, Most>{});
 }
 
-// Directions are taken in blocks of about equal size: where one begins.
+// The start of a block of directions; blocks have about equal size.
 SN_INLINE int64_t block_start(int64_t block, int64_t blocks, int64_t directions) {
   return block * directions / blocks;
 }
 
-// Of each block of directions 16 numbers of each in turn, zeros behind the last.
+// Interleaves the directions of each block, 16 numbers at a time, padded with zeros.
 std::vector<float> in_turn(const Matrix<const float>& factor, int64_t most) {
   const int64_t chunks = (factor.columns + kLanes - 1) / kLanes;
   const int64_t blocks = (factor.rows + most - 1) / most;
@@ -141,7 +141,7 @@ SN_INLINE void times_rows_by(const Matrix<const float>& matrix, const Matrix<con
     const int64_t here = std::min<int64_t>(Rows, matrix.rows - i);
     const float* rows[Rows];
     float rest[Rows * kLanes] = {};
-    for (int64_t at = 0; at < Rows; ++at) {  // the last stands in for rows that are not there
+    for (int64_t at = 0; at < Rows; ++at) {  // the last row substitutes for missing ones
       rows[at] = matrix.at + (i + std::min(at, here - 1)) * matrix.stride;
       std::copy_n(rows[at] + chunks * kLanes, over, rest + at * kLanes);
     }
@@ -159,7 +159,7 @@ SN_INLINE void times_rows_by(const Matrix<const float>& matrix, const Matrix<con
   }
 }
 
-// Some directions, and columns of Wide times 16 numbers, of up to kRows rows.
+// Multiplies some directions by Wide times 16 columns of up to kRows rows.
 template <int Width, int Some, int Wide>
 SN_INLINE void columns_block(const float* matrix, int64_t stride, int64_t rows,
                              const float* factor, int64_t factor_stride, float* sums,
@@ -193,7 +193,7 @@ SN_INLINE void times_columns_by(const Matrix<const float>& matrix,
       float* found = sums.at + k;
       int64_t stride = matrix.stride;
       float part[kRows * kLanes], some[Most * kLanes] = {};
-      if (wide < kLanes) {  // the last few columns, in a place with room behind them
+      if (wide < kLanes) {  // copy the last few columns to a padded buffer
         std::fill_n(part, here * kLanes, 0.0f);
         for (int64_t at = 0; at < here; ++at)
           std::copy_n(own + at * stride, wide, part + at * kLanes);
@@ -226,7 +226,7 @@ SN_INLINE void times_columns_by(const Matrix<const float>& matrix,
   }
 }
 
-// Four rows and columns of Wide times 16 numbers of left^T right.
+// Computes four rows and Wide times 16 columns of left^T right.
 template <int Width, int Wide>
 SN_INLINE void outer_block(const float* left, int64_t left_stride, const float* right,
                            int64_t right_stride, int64_t directions, float* out, int64_t stride,
@@ -297,9 +297,9 @@ SN_INLINE void outer_by(const Matrix<const float>& left, const Matrix<const floa
   }
 }
 
-// The products in the instructions of one set.
+// The products compiled for one instruction set.
 struct Kernel {
-  int64_t most;  // directions of `turned` at a time
+  int64_t most;  // directions per block of `turned`
   void (*rows)(const Matrix<const float>&, const Matrix<const float>&, const Matrix<float>&,
                const float* turned);
   void (*columns)(const Matrix<const float>&, const Matrix<const float>&, const Matrix<float>&);
@@ -307,8 +307,8 @@ struct Kernel {
                 bool subtract, const float* turned, float* fours);
 };
 
-// Those of an instruction set: the width of its registers, and rows, directions and columns at a time
-// that these hold.
+// Defines the kernel of an instruction set: the width of its registers, and the rows, directions
+// and columns processed at a time, as many as these hold.
 #define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide) \
   template <auto product, typename... Args>                                                       \
   target void name##_in(Args... args) {                                                           \
@@ -358,7 +358,7 @@ void times_columns(const Matrix<const float>& matrix, const Matrix<const float>&
 
 void outer(const Matrix<const float>& left, const Matrix<const float>& right,
            const Matrix<float>& matrix, bool subtract, int kernel) {
-  // The last columns of `right` with room behind them, and room for the last rows.
+  // The last columns of `right`, padded, and a buffer for the last rows.
   const int64_t even = matrix.columns / kLanes * kLanes;
   std::vector<float> turned(static_cast<size_t>(right.rows * kLanes)),
       fours(static_cast<size_t>(right.rows * 4));
