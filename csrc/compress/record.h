@@ -43,7 +43,7 @@ Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_
 int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
                        float weight);
 
-// encode_records of the spectra of `values`, [rows, block]; parts = 2, and Fourier supports the span.
+// encode_records of the spectra of `values`, [rows, block]; for parts = 2 and a span Fourier takes.
 Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t rows,
                     const Layout& layout, float decay, int64_t top, int64_t span,
                     const float* roots);

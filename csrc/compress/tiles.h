@@ -87,8 +87,8 @@ inline void turn_square(const uint8_t* from, int64_t stride, uint8_t* to, int64_
 }
 #endif
 
-// Transposes `runs` runs of `length` words. The outer loop is over memory's side (columns if `back`,
-// else runs), the longer one of a tile, so that lines of memory are completed one after another.
+// Transposes `runs` runs of `length` words. The outer loop is over the side of memory (columns if
+// `back`, else runs), the longer one of a tile, so that lines are completed one after another.
 template <int64_t width, bool back>
 inline void turn_runs(const uint8_t* from, int64_t stride, int64_t runs, int64_t length, uint8_t* to,
                       int64_t to_stride) {
