@@ -153,8 +153,8 @@ SN_LANES void keep_floats(const Floats16& it, float* to) {
   std::memcpy(to, words, sizeof words);
 }
 
-// Rounds four elements of each of eight groups, one group per lane: two neighbours, and the two half
-// a word of codes further on, whose codes share their lanes. `mixed` has the words of either pair.
+// Rounds four elements of each of eight groups, one group per lane: two neighbours, and the two
+// half a word of codes further on, whose codes share their lanes. `mixed`: words of either pair.
 template <int bits, bool look>
 SN_LANES void round_beside(const __m256* x, __m256i* mixed, __m256i other, const Spot& spot,
                            int shift, __m256i& made, __m256i& sums) {

@@ -8,7 +8,7 @@
 namespace sn {
 namespace {
 
-constexpr double kLeast = 0.5;  // least nonzero squared norm: that of nonzero integers is at least 1
+constexpr double kLeast = 0.5;  // least nonzero squared norm: nonzero integers have at least 1
 constexpr int kHigh = 300;      // exponents of powers of two range from -kHigh to kHigh
 constexpr int64_t kRun = 256;   // numbers of a row processed at a time
 

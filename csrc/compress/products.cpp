@@ -72,7 +72,7 @@ SN_INLINE void fold(const Lanes<Width>* four, float* sums) {
   std::memcpy(sums, &all, sizeof all);
 }
 
-// Multiplies some rows by some directions; `factor` interleaves the directions 16 numbers at a time.
+// Multiplies some rows by some directions; `factor` interleaves these, 16 numbers at a time.
 template <int Width, int Rows, int Some>
 SN_INLINE void rows_block(const float* const* rows, int64_t chunks, const float* rest,
                           const float* factor, float (*sums)[Rows]) {
@@ -307,8 +307,8 @@ struct Kernel {
                 bool subtract, const float* turned, float* fours);
 };
 
-// Defines the kernel of an instruction set: the width of its registers, and the rows, directions and
-// columns processed at a time, as many as these hold.
+// Defines the kernel of an instruction set: the width of its registers, and the rows, directions
+// and columns processed at a time, as many as these hold.
 #define SN_PRODUCTS(name, target, width, rows, rows_most, columns_most, columns_wide, outer_wide) \
   template <auto product, typename... Args>                                                       \
   target void name##_in(Args... args) {                                                           \

@@ -1,7 +1,7 @@
 // Products of a float32 matrix with few directions: see ops/products.py.
 //
-// Factors are stored transposed, each direction contiguous. Every sum has a fixed order, whatever the
-// instruction set, block or thread, and no multiply-add is fused: the same bits everywhere.
+// Factors are stored transposed, each direction contiguous. Every sum has a fixed order, whatever
+// the instruction set, block or thread, and no multiply-add is fused: the same bits everywhere.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Coders of values: range-based N-bit floats, halves, levels. Twin: ops/quantize.py (formulas there).
+// Coders of values: range-based N-bit floats, halves, levels. Formulas: ops/quantize.py.
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 namespace sn {
 
 // The 2**bits - 1 rungs of float32 with `mantissa` bits that end at `top` (upper half of a
-// float32), and zero. Without branches, so that loops over values become vector code; bits of
-// finite magnitudes, half a step added, stay below 2**31.
+// float32), and zero. Without branches, so that loops over values are vectorized; bits of finite
+// magnitudes plus half a step stay below 2**31.
 class Window {
  public:
   Window(int bits, int mantissa, uint32_t top)
@@ -20,7 +20,7 @@ class Window {
     base_ = (static_cast<int32_t>(top << 16) >> shift_) - positive_ + 1;
     if (base_ < 1) base_ = 1;
     for (int negative = 0; negative < 2; ++negative) {
-      // Zero are those that round to a rung below the lowest and are nearer to zero than to that.
+      // Zero if rounded to a rung below the lowest, and nearer to zero than to the lowest.
       const int64_t low = static_cast<int64_t>(base_ + negative) << shift_;
       const int64_t halfway = low >= (int64_t{2} << 23) ? low - (int64_t{1} << 23) : low >> 1;
       const int64_t below = low - (int64_t{1} << (shift_ - 1)) - 1;
@@ -28,14 +28,14 @@ class Window {
     }
   }
 
-  // The end of the range that holds a block with this peak.
+  // The end of the range for a block with this peak.
   static uint32_t top_for(uint32_t peak, int mantissa) {
     const int64_t rung = (static_cast<int64_t>(peak) + (1 << (22 - mantissa))) >> (23 - mantissa);
     const int64_t top = ((rung << (23 - mantissa)) + 0xFFFF) >> 16;
     return static_cast<uint32_t>(top < kMaxFinite >> 16 ? top : kMaxFinite >> 16);
   }
 
-  // Of a finite value.
+  // The code of a finite value.
   uint32_t encode(float value, int32_t& saturated) const {
     const uint32_t raw = to_bits(value);
     const int32_t magnitude = raw & 0x7FFFFFFFu, sign = -static_cast<int32_t>(raw >> 31);
@@ -61,25 +61,25 @@ class Window {
   int32_t positive_, base_, zeros_to_[2];
 };
 
-// IEEE half precision of values scaled by a power of two that takes the block's peak to
+// IEEE half precision of values scaled by the power of two that brings the block's peak to
 // [2**14, 2**15).
 class HalfScale {
  public:
   explicit HalfScale(uint32_t head) {
     const uint32_t exponent = head >> 7;
     scale_ = from_bits((268 - (exponent > 15 ? exponent : 15)) << 23);
-    if (exponent == 254) largest_ = 0x77FF;  // the next code stands for 2**128
+    if (exponent == 254) largest_ = 0x77FF;  // the next code represents 2**128
   }
 
   static uint32_t head_for(uint32_t peak) { return (peak >> 23) << 7; }
 
-  // Rounds to nearest, ties to even, but never to an infinite value; scaled values are below 2**15.
+  // Rounds to nearest, ties to even, but never to infinity; scaled values are below 2**15.
   uint32_t encode(float value) const {
     const uint32_t code = to_half(value * scale_);
     return (code & 0x7FFFu) < largest_ ? code : (code & 0x8000u) | largest_;
   }
 
-  // A damaged payload may hold what is never encoded: infinity, NaN.
+  // A corrupt payload may contain codes that are never encoded: infinity, NaN.
   float decode(uint32_t code) const { return from_half(static_cast<uint16_t>(code)) / scale_; }
 
  private:
@@ -111,7 +111,7 @@ class Fixed {
   float scale_;
 };
 
-// Sign in bit 0 of a code and, with two levels, the level in bit 1.
+// The sign is bit 0 of a code, and the level, if there are two, bit 1.
 struct Levels {
   uint32_t heads[2];
 

@@ -16,7 +16,7 @@ namespace {
 
 uint32_t sign_of(float value) { return to_bits(value) >> 31; }
 
-// One block at a time on its way to a record; the scratch stays.
+// Encodes one block at a time to a record; the scratch is reused.
 class Encoder {
  public:
   Encoder(const Layout& layout, int64_t top)
@@ -28,7 +28,7 @@ class Encoder {
         values_(layout.kept * layout.parts),
         codes_(values_.size()) {}
 
-  // `out` holds zeros; the row becomes what the record loses.
+  // `out` must be zeros; the row becomes the record's error.
   void encode(float* row, uint32_t peak, uint32_t* out) {
     const int64_t bins = layout_.bins();
     const float scale = square_scale(peak);
@@ -61,7 +61,7 @@ class Encoder {
         visit(i++, position * layout_.parts + part);
   }
 
-  // Squared norm of the block: inner complex bins stand for a conjugate pair.
+  // Squared norm of the block: inner complex bins represent a conjugate pair.
   double energy(float scale) const {
     const int64_t bins = layout_.bins();
     double total = squares(keys_.data(), scale, layout_.parts, bins);
@@ -72,15 +72,15 @@ class Encoder {
     return total / scale / scale;
   }
 
-  // The imaginary parts of the edge bins say nothing of a real vector; a coder without a zero
-  // gives them a value all the same, which is no error and has no place in the memory.
+  // The imaginary parts of the edge bins are meaningless for a real vector; a coder without a zero
+  // still gives them a value, which is no error and must not enter the memory.
   void clear_edges(float* row) {
     if (layout_.parts == 1) return;
     row[1] = 0;
     if (layout_.block % 2 == 0) row[layout_.floats() - 1] = 0;
   }
 
-  // The keys of what is left: others than before in the kept bins and at the edges.
+  // Updates the keys to the error: only the kept bins and the edges have changed.
   void new_keys(const float* row, float scale) {
     if (layout_.parts == 1) {
       for (const int64_t bin : positions_) keys_[bin] = real_key(row[bin]);
@@ -92,7 +92,7 @@ class Encoder {
     keys_[last] = complex_key(row + 2 * last, scale);
   }
 
-  // Takes the kept values; leaves what their codes lose.
+  // Encodes the kept values, which become their codes' error.
   void put_values(uint32_t peak, uint32_t* words) {
     const int64_t count = static_cast<int64_t>(values_.size());
     if (layout_.values == Values::range) {
@@ -110,7 +110,7 @@ class Encoder {
     put_codes(words, layout_.head_bits(), codes_.data(), count, layout_.code_bits);
   }
 
-  // One level: the mean magnitude. Two: the means of those up to the overall mean and above it.
+  // One level: the mean magnitude. Two: the means of those up to the overall mean, and above it.
   void to_levels(const Fixed& fixed, uint32_t* words) {
     const int64_t count = static_cast<int64_t>(values_.size());
     const bool two = layout_.values == Values::two_bit;
@@ -144,7 +144,7 @@ class Encoder {
   Tally tally_;
 };
 
-// One record after another; the scratch stays.
+// Decodes one record after another; the scratch is reused.
 class Decoder {
  public:
   explicit Decoder(const Layout& layout)
@@ -156,7 +156,7 @@ class Decoder {
       for (int64_t i = 0; i < layout.kept; ++i) positions_[i] = static_cast<uint32_t>(i);
   }
 
-  // Adds weight * the record's values to the block; false if the record is damaged.
+  // Adds weight * the record's values to the block; false if the record is corrupt.
   bool add(const uint32_t* words, float weight, float* accum) {
     const uint32_t head = words[0] & 0xFFFF, top = kMaxFinite >> 16;
     if (head == kNonFinite) {
@@ -198,13 +198,13 @@ class Decoder {
   std::vector<float> values_;
 };
 
-// Whether a transform of values, the memory added, or its inverse might leave float32.
+// Whether a transform of values plus memory, or its inverse, might overflow float32.
 bool is_large(const float* values, int64_t block, const float* memory, int64_t floats) {
   const uint32_t peak = std::max(peak_of(values, block), memory ? peak_of(memory, floats) : 0);
   return peak >= to_bits(kLimit);
 }
 
-// Times 2**kShift; what is beyond the limit ends there, and NaN stays.
+// Multiplies by 2**kShift and clips to the limit; NaN stays NaN.
 void enlarge(const float* values, float* out, float limit, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const float value = std::ldexp(values[i], kShift);
@@ -212,14 +212,14 @@ void enlarge(const float* values, float* out, float limit, int64_t count) {
   }
 }
 
-// The head of a record, in the unit of a large block. already: whether the record is one's
+// Converts a record's head to the unit of large blocks. already: whether it is a large block's
 uint32_t in_large_unit(uint32_t head, bool already) {
   if (already) return head & ~kLarge;
   if (head > kMaxFinite >> 16) return head;
   return head > kShift * kOctave ? head - kShift * kOctave : 0;
 }
 
-// Encodes what row(i) brings, [floats], and uses as scratch.
+// Encodes row_of(i), [floats], for each row, and overwrites it.
 template <typename Row>
 Tally encode_each(Row row_of, float* memory, uint32_t* words, int64_t rows, const Layout& layout,
                   float decay, int64_t top) {
@@ -231,7 +231,7 @@ Tally encode_each(Row row_of, float* memory, uint32_t* words, int64_t rows, cons
     uint32_t* out = words + i * layout.words;
     std::memset(out, 0, layout.words * 4);
     const uint32_t peak = accumulate(row, kept_memory, decay, floats);
-    if (peak > kMaxFinite) {  // the memory stays; every rank will see NaN
+    if (peak > kMaxFinite) {  // the memory is unchanged; every rank will decode NaN
       std::memset(row, 0, floats * 4);
       out[0] = kNonFinite;
       continue;

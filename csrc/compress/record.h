@@ -1,4 +1,4 @@
-// One record per block; the format and the NumPy twin are in ops/record.py.
+// One record per block; see ops/record.py for the format, and the NumPy counterpart.
 #pragma once
 
 #include <cstdint>
@@ -8,11 +8,11 @@ namespace sn {
 
 constexpr uint32_t kNonFinite = 0x7FC0;
 
-// Large blocks, whose transform might leave float32, are encoded over 2**kShift. Twin, with the
-// reasons for these numbers: ops/quantize.py.
+// Large blocks, whose transform might overflow float32, are divided by 2**kShift before encoding.
+// Counterpart, with the reasons for these numbers: ops/quantize.py.
 constexpr uint32_t kLarge = 0x8000;  // in the head
 constexpr int kShift = 40;
-constexpr uint32_t kOctave = 1 << 7;  // of a head
+constexpr uint32_t kOctave = 1 << 7;  // in a head
 constexpr float kLimit = 0x1p90f, kMemory = 0x1p126f;
 
 enum class Values { range, half, sign, two_bit };  // the order of ops/quantize.py
@@ -39,17 +39,17 @@ struct Tally {
 Tally encode_records(float* coefficients, float* memory, uint32_t* words, int64_t rows,
                      const Layout& layout, float decay, int64_t top);
 
-// Adds weight * values to accum, [rows, floats]; returns the first damaged row or -1.
+// Adds weight * values to accum, [rows, floats]; returns the first corrupt row or -1.
 int64_t decode_records(const uint32_t* words, float* accum, int64_t rows, const Layout& layout,
                        float weight);
 
-// encode_records of the spectra of `values`, [rows, block]; parts = 2 and a span that Fourier takes.
+// encode_records of the spectra of `values`, [rows, block]; for parts = 2 and a span Fourier takes.
 Tally encode_blocks(const float* values, float* memory, uint32_t* words, int64_t rows,
                     const Layout& layout, float decay, int64_t top, int64_t span,
                     const float* roots);
 
-// Sets `values`, [rows, block], to what the weighted sum of the payloads' records is the spectrum
-// of; returns the first damaged row or -1.
+// Sets `values`, [rows, block], to the inverse transform of the weighted sum of the payloads'
+// records; returns the first corrupt row or -1.
 int64_t decode_blocks(const std::vector<const uint32_t*>& payloads, float* values, int64_t rows,
                       const Layout& layout, float weight, int64_t span, const float* roots);
 

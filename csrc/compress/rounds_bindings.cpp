@@ -1,6 +1,6 @@
-// Bindings of what a low-rank step computes between its rounds, on one thread of a host: see
-// allreduce/methods/low_rank.py. They call what the bindings of single functions call, in the same
-// order, so the bits are the same.
+// Bindings of a low-rank step's computation between collectives, on one host thread: see
+// allreduce/methods/low_rank.py. They call the same functions as the bindings of single functions,
+// in the same order, so results are bit-identical.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -16,10 +16,10 @@ namespace {
 
 constexpr auto in = Buffer::in, out = Buffer::out;
 constexpr int64_t kPrime = (1 << 20) - 3;  // see ops/fixed_point.py
-constexpr int64_t kChunk = 1 << 18;        // elements whose squares are summed by themselves
-constexpr int64_t kCount = 1 << 20;        // in a column's word, above the exponents' sum
+constexpr int64_t kChunk = 1 << 18;        // elements whose squares are summed separately
+constexpr int64_t kCount = 1 << 20;        // unit of the count in a column's word, above exponents
 constexpr int64_t kMaxRanks = 2047;
-constexpr int64_t kRowsAtOnce = 64;  // fewer would turn the directions too often
+constexpr int64_t kRowsAtOnce = 64;  // fewer would interleave the directions too often
 
 // The sum of each word times 1, 0, 3, 4, ..., kPrime - 1, 1, 2, ..., modulo kPrime.
 SN_CLONES int64_t word_sum(const int32_t* words, int64_t count) {
@@ -32,7 +32,7 @@ SN_CLONES int64_t word_sum(const int32_t* words, int64_t count) {
     sum += block % kPrime;
     start += here;
   }
-  sum -= 2 * int64_t{words[1]};  // its own place
+  sum -= 2 * int64_t{words[1]};  // the checksum's own word
   return (sum % kPrime + kPrime) % kPrime;
 }
 
@@ -40,12 +40,12 @@ struct Shape {
   int64_t rows, columns, size;
 };
 
-// What every round is called with: shapes [tensors, 3] int64 and a matrix of each tensor.
+// Arguments of every round: shapes [tensors, 3] int64, and a matrix for each tensor.
 struct Tensors {
   Buffer shapes;
   int64_t count = 0, elements = 0, left = 0, right = 0;
 
-  // Whether the shapes, once they are taken, are legal; if not, an exception is set.
+  // Whether the parsed shapes are legal; if not, an exception is set.
   bool check() {
     count = shapes.bytes() / 24;
     bool legal = count > 0 && shapes.bytes() == 24 * count;
@@ -62,7 +62,7 @@ struct Tensors {
   }
   const Shape& at(int64_t i) const { return shapes.as<const Shape>()[i]; }
 
-  // A buffer for each tensor, of its size.
+  // Takes a buffer for each tensor, of its size.
   bool take_each(PyObject* tuple, bool writable, std::unique_ptr<Buffer[]>& into) const {
     if (!PyTuple_Check(tuple) || PyTuple_GET_SIZE(tuple) != count) {
       wrong("tensors");
@@ -80,9 +80,9 @@ struct Tensors {
   }
 };
 
-// The columns of one side, their tables and how they become digits.
+// The columns of one side, their tables, and the format of their digits.
 struct Side : ColumnArguments {
-  // A converter for "O&": (sides, covered, units, lowest, bits, limit); `units` of a mean are others
+  // Converter for "O&": (sides, covered, units, lowest, bits, limit); a mean has different `units`.
   static int parse(PyObject* tuple, void* to) {
     auto& side = *static_cast<Side*>(to);
     return PyTuple_Check(tuple)
@@ -97,7 +97,7 @@ struct Side : ColumnArguments {
     return false;
   }
 
-  // A round's words; of zeros if any value is not finite, which it returns.
+  // Packs a round's words; those of zeros if any value is not finite. Returns whether all are.
   bool seal(std::vector<float>& values, int32_t* to, float* own) const {
     const bool finite = all_finite(values.data(), static_cast<int64_t>(values.size()));
     if (!finite) std::fill(values.begin(), values.end(), 0.0f);
@@ -105,7 +105,7 @@ struct Side : ColumnArguments {
     return finite;
   }
 
-  // Sums of digits, and the exponents of the next step.
+  // Unpacks the sums of digits, and the exponents of the next step.
   void open(const int32_t* total, int32_t* sums, int32_t* next) const {
     for (int64_t i = 0; i < columns; ++i) {
       const int64_t head = total[i];
@@ -159,13 +159,13 @@ PyObject* low_rank_first(PyObject*, PyObject* args) {
       const int64_t elements = it.rows * it.columns;
       const Matrix<const float> directions{q, it.size, it.columns, it.columns};
       double squares = 0;
-      int64_t first = 0;  // row that is not multiplied yet
+      int64_t first = 0;  // first row not multiplied yet
       for (int64_t start = 0; start < elements; start += kChunk) {
         const int64_t stop = std::min(start + kChunk, elements);
         squares += remember(memories[i].as<const float>() + start,
                             gradients[i].as<const float>() + start, static_cast<float>(decay),
                             outs[i].as<float>() + start, stop - start);
-        // While they are in the cache: one walk less over memory. Bits are those of each row.
+        // While rows are in the cache, to save a pass over memory. Each row's bits are unaffected.
         const int64_t whole = stop / it.columns / kRowsAtOnce * kRowsAtOnce;
         const int64_t last = stop == elements ? it.rows : whole;
         if (last == first) continue;

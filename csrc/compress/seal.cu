@@ -1,6 +1,6 @@
 // Headers of payloads, before and after their records: codecs/base.py, Payload.seal.
-// The records' share of the checksum is summed where they are written and read, in fused.cu, so no
-// payload is read twice.
+// The records' contribution to the checksum is summed where they are written or read, in fused.cu,
+// so no payload is read twice.
 #include "section.cuh"
 
 namespace sn {
@@ -9,14 +9,14 @@ constexpr int kThreads = 128;
 using Threads = Block<kThreads>;
 constexpr int kSaturatedWord = 6, kChecksumWord = 7;
 
-// The share of a word of the header or of the padding: words 0 to 6, then those from `used` on. A
-// CRC begins with all ones, which is the first word turned.
+// The contribution of a word of the header or the padding: words 0 to 6, then those from `used` on.
+// A CRC starts with all ones, which inverts the first word.
 SN_DEVICE u32 share_of_frame(const Sheet& sheet, const u32* words, const u32* powers, i64 i) {
   const i64 w = i < kChecksumWord ? i : sheet.used + i - kChecksumWord;
   return product(i == 0 ? ~words[0] : words[w], step_back(powers, w));
 }
 
-// Header but for its counts, zeros behind the records, no counts yet.
+// Writes the header except for its counts, and zeros after the records; resets the counters.
 SN_DEVICE void open_payload(const Threads& block, const Sheet& sheet, int, const u32*) {
   u32* words = pointer<u32>(sheet.buffer);
   block.each([&](int t) {
@@ -47,13 +47,13 @@ SN_DEVICE void open_check(const Threads& block, const Sheet& sheet, int ranks, c
   });
 }
 
-// Raises flags where a header is not the expected one or a checksum is wrong.
+// Sets flags if a header is not as expected, or a checksum is wrong.
 SN_DEVICE void check_payload(const Threads& block, const Sheet& sheet, int ranks,
                              const u32* powers) {
   const u32* first = pointer<const u32>(sheet.buffer);
   u64* totals = pointer<u64>(sheet.totals);
   const i64 frame = kChecksumWord + sheet.words - sheet.used;
-  block.each([&](int t) {  // all words of all ranks side by side
+  block.each([&](int t) {  // all words of all ranks in parallel
     for (i64 i = t; i < frame * ranks; i += kThreads) {
       const i64 rank = i / frame;
       const u32* words = first + rank * sheet.rank_words;
@@ -74,7 +74,7 @@ SN_DEVICE void check_payload(const Threads& block, const Sheet& sheet, int ranks
 
 }  // namespace sn
 
-// Four kernels alike, with a block of threads for each payload.
+// Defines the four kernels, with a thread block per payload.
 #ifdef SN_HOST
 #include "host.h"
 

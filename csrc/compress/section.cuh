@@ -1,17 +1,17 @@
-// The tables a launch is given by value: many tensors, one launch, nothing to upload.
-// A kernel's arguments hold 4 KiB; twins of these structs are dtypes in ops/launch.py.
+// The tables passed to a launch by value: many tensors, one launch, nothing to upload.
+// A kernel's arguments hold 4 KiB; ops/launch.py has these structs as dtypes.
 #pragma once
 
 #include "coder.cuh"
 
 namespace sn {
 
-// A run of equal blocks of one tensor. Pointers are numbers, so that Python can fill them in.
+// A run of equal blocks of one tensor. Pointers are integers, so that Python can set them.
 struct Section {
   u64 values;       // encode: the input; decode: the output
   u64 memory;       // encode: [blocks, floats] of float32, or 0; decode: u32 error flags
   u64 words;        // its first record; decode: that of the first rank
-  u64 totals;       // encode: {saturated, CRC's sum} of its payload; decode: u64 sums by rank
+  u64 totals;       // encode: {saturated, CRC's sum} of its payload; decode: u64 sums per rank
   i64 rank_words;   // decode: words from one rank's payload to the next
   i64 elements;     // of `values`; the last block may be cut short
   i64 first_block;  // number of blocks in the sections before
@@ -45,7 +45,7 @@ static_assert(sizeof(Section) == 72 && sizeof(Sheet) == 80, "as in ops/");
 static_assert(sizeof(Sections) + sizeof(Settings) + 64 <= 4096, "a kernel's arguments");
 static_assert(sizeof(Sheets) + 64 <= 4096, "a kernel's arguments");
 
-// What decoding found wrong; the flags only ever grow.
+// Errors found by decoding; flags are only ever added.
 enum Damage : u32 { kBadRecord = 1, kBadHeader = 2, kBadChecksum = 4 };
 
 SN_DEVICE const Section& section_of(const Sections& table, i64 block) {

@@ -19,7 +19,7 @@ SN_CLONES uint32_t add_and_peak(float* parts, const float* memory, float decay, 
   return peak;
 }
 
-// Loops of float additions: partial sums enough to hide how long one addition takes.
+// Loops of float additions: enough partial sums to hide the latency of an addition.
 constexpr int64_t kLanes = 64;
 
 SN_CLONES double sum_of(const int32_t* keys, float scale, bool square, int64_t count) {
@@ -27,7 +27,7 @@ SN_CLONES double sum_of(const int32_t* keys, float scale, bool square, int64_t c
   double total = 0;
   int64_t i = 0;
   while (i + kLanes <= count) {
-    // Single precision for a run of at most 4096, then double: errors stay below 1e-6.
+    // Single precision within runs of at most 4096, then double: errors stay below 1e-6.
     const int64_t stop = std::min(count, i + 4096);
     for (; i + kLanes <= stop; i += kLanes)
       for (int64_t lane = 0; lane < kLanes; ++lane) {
@@ -45,7 +45,7 @@ SN_CLONES double sum_of(const int32_t* keys, float scale, bool square, int64_t c
 }
 
 inline int64_t count_at_least(const int32_t* keys, int64_t count, int32_t threshold) {
-  constexpr int64_t kRun = 1 << 20;  // a run's count fits the vector lanes' 32 bits
+  constexpr int64_t kRun = 1 << 20;  // the count of a run fits a vector lane's 32 bits
   int64_t found = 0;
   for (int64_t start = 0; start < count; start += kRun) {
     const int64_t stop = std::min(count, start + kRun);
@@ -61,8 +61,8 @@ struct Reached {
   int64_t count;  // keys at or above it
 };
 
-// The kept-th largest key, bit by bit from the top: counting is vector work, sorting is not. Ends
-// early with a lower threshold if no more than `enough` keys reach that.
+// Finds the kept-th largest key, bit by bit from the top: counting can be vectorized, unlike
+// sorting. Stops early with a lower threshold if at most `enough` keys reach it.
 SN_CLONES Reached reach(const int32_t* keys, int64_t count, int64_t kept, int64_t enough) {
   Reached reached{0, count_at_least(keys, count, 0)};
   for (int bit = 30; bit >= 0 && reached.count > enough; --bit) {
@@ -99,7 +99,7 @@ inline uint64_t map_of(const int32_t* keys, int32_t threshold) {
   return map;
 }
 
-// Lists the keys at or above a threshold, and where they are.
+// Lists the keys at or above a threshold, and their positions.
 SN_CLONES void list_reaching(const int32_t* keys, int64_t count, int32_t threshold,
                              int32_t* found, uint32_t* where) {
   for (int64_t start = 0; start < count; start += 64) {
@@ -147,11 +147,11 @@ double squares(const int32_t* keys, float scale, int64_t parts, int64_t bins) {
   return sum_of(keys, scale, parts == 1, bins);
 }
 
-// Rounded up, so that loops over few keys have no rest.
+// Rounds up, so that loops over few keys have no remainder.
 int64_t whole_vectors(int64_t count) { return (count + 63) / 64 * 64; }
 
-// As many disjoint groups reach the k-th largest of the groups' maxima as are kept, so that is a
-// bound, and a close one: with twice as many groups as are kept, 1.4 times as many keys reach it.
+// k disjoint groups reach the k-th largest of the groups' maxima, so that is a lower bound for k
+// keys, and a close one: with 2 k groups, 1.4 k keys reach it.
 int32_t Largest::lower_bound(const int32_t* keys) {
   const int64_t groups = whole_vectors(2 * kept_);
   if (2 * groups > bins_) return reach(keys, bins_, kept_, kept_).threshold;
@@ -168,7 +168,7 @@ void Largest::of(const int32_t* keys, uint32_t* positions) {
   list_reaching(keys, bins_, bound, found_.data(), where_.data());
   auto [threshold, at_least] =
       reach(found_.data(), static_cast<int64_t>(found_.size()), kept_, kept_);
-  // More than k reach the threshold only if some are equal to it: the last of those go.
+  // More than k reach the threshold only if some are equal to it: drop the last of those.
   for (int64_t i = count - 1; at_least > kept_; --i)
     if (found_[i] == threshold) found_[i] = -1, --at_least;
   for (int64_t i = 0, next = 0; next < kept_; ++i) {

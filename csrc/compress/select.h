@@ -1,5 +1,5 @@
-// Which bins stay: the k of largest magnitude, ties to the lower position.
-// Twin: ops/quantize.py.
+// Selection of the bins to keep: the k of largest magnitude, ties to the lower position.
+// Counterpart: ops/quantize.py.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,18 @@ namespace sn {
 
 constexpr uint32_t kMaxFinite = 0x7F7FFFFF;
 
-// The bits of the largest magnitude; of NaN, if there is one.
+// The bits of the largest magnitude, or of NaN, if there is one.
 uint32_t peak_of(const float* parts, int64_t count);
 
 // parts += decay * memory, [count] float32; returns the bits of the largest |part|, which exceed
 // kMaxFinite if one is NaN or Inf. `memory` may be null.
 uint32_t accumulate(float* parts, const float* memory, float decay, int64_t count);
 
-// The power of two that keeps squares of a block with this peak inside float32.
+// The power of two with which squares of a block with this peak do not leave float32.
 float square_scale(uint32_t peak);
 
 // A key orders like the magnitude of its bin: bits of |scale * c|**2 for complex bins (parts = 2,
-// lying as pairs), of |c| for real ones.
+// stored as pairs), of |c| for real ones.
 inline int32_t complex_key(const float* bin, float scale) {
   const float re = bin[0] * scale, im = bin[1] * scale;
   return static_cast<int32_t>(to_bits(re * re + im * im));
@@ -33,7 +33,7 @@ void magnitude_keys(const float* row, float scale, int64_t parts, int32_t* keys,
 // Sum of |scale * c|**2 over the bins with these keys.
 double squares(const int32_t* keys, float scale, int64_t parts, int64_t bins);
 
-// Finds the largest of `bins` keys, row after row.
+// Finds the largest of `bins` keys, row by row.
 class Largest {
  public:
   Largest(int64_t bins, int64_t kept) : bins_(bins), kept_(kept) {}

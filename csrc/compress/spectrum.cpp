@@ -5,9 +5,9 @@
 
 #include "lanes.h"
 
-// Into every clone of the loop that has it.
+// Inlines a function into every clone of the loop that calls it.
 #define SN_INSIDE __attribute__((always_inline))
-// Before a loop whose stores go nowhere that it reads, which the compiler cannot see.
+// For loops whose stores do not alias their loads, which the compiler cannot prove.
 #if defined(__GNUC__) && !defined(__clang__)
 #define SN_APART _Pragma("GCC ivdep")
 #else
@@ -17,9 +17,9 @@
 namespace sn {
 namespace {
 
-// Discrete Fourier transforms of 2, 4 and 8 points, sign -1, in natural order. Additions and products in
-// a fixed order, none of them fused. Named members and no arrays: those would keep the compiler from
-// vector code.
+// Discrete Fourier transforms of 2, 4 and 8 points, sign -1, in natural order. Additions and
+// products in a fixed order, none of them fused. Named members, as arrays would keep the compiler
+// from vectorizing.
 struct Complex {
   float re, im;
 };
@@ -59,7 +59,7 @@ SN_INSIDE inline Eight dft(const Four& low, const Four& high) {
           {even.a - odd.a, even.b - b, even.c - c, even.d - d}};
 }
 
-constexpr int64_t kApart = 16;  // floats between the parts: a last bin, other cache sets
+constexpr int64_t kApart = 16;  // floats between the parts: for a last bin, and other cache sets
 
 template <typename From>
 SN_INSIDE inline Eight dft8(From from, int64_t at, int64_t step) {
@@ -74,7 +74,7 @@ SN_INSIDE inline void put8(const Eight& z, To to, int64_t at, int64_t step) {
   to(at + 6 * step, z.high.c), to(at + 7 * step, z.high.d);
 }
 
-// Each but the first times its root: real part at [2 k m], imaginary part at [(2 k + 1) m].
+// Multiplies all but the first by their roots: real part at [2 k m], imaginary at [(2 k + 1) m].
 SN_INSIDE inline Eight turned(const Eight& z, const float* roots, int64_t m) {
   const auto root = [=](int64_t k) SN_INSIDE {
     return Complex{roots[2 * k * m], roots[(2 * k + 1) * m]};
@@ -83,11 +83,11 @@ SN_INSIDE inline Eight turned(const Eight& z, const float* roots, int64_t m) {
           {z.high.a * root(3), z.high.b * root(4), z.high.c * root(5), z.high.d * root(6)}};
 }
 
-// Passes that sort on their way (Stockham). In each, `stride` transforms of 8 m points, side by
-// side, become eight times as many of m points.
+// Self-sorting passes (Stockham). In each, `stride` interleaved transforms of 8 m points become
+// eight times as many of m points.
 
-// The first: m butterflies side by side, each with its own roots. x is real and imaginary parts, or
-// the pairs of a real vector, in `re`.
+// The first: m adjacent butterflies, each with its own roots. The input is real and imaginary
+// parts, or the pairs of a real vector, in `re`.
 template <bool pairs>
 SN_CLONES void first_pass(const float* __restrict re, const float* __restrict im,
                           float* __restrict to_re, float* __restrict to_im,
@@ -99,7 +99,7 @@ SN_CLONES void first_pass(const float* __restrict re, const float* __restrict im
   for (int64_t p = 0; p < m; ++p) put8(turned(dft8(from, p, m), roots + p, m), to, 8 * p, 1);
 }
 
-// A later one: `stride` butterflies side by side share their roots.
+// A later one: `stride` adjacent butterflies share their roots.
 SN_CLONES void next_pass(const float* __restrict re, const float* __restrict im,
                          float* __restrict to_re, float* __restrict to_im, const float* roots,
                          int64_t m, int64_t stride) {
@@ -107,7 +107,7 @@ SN_CLONES void next_pass(const float* __restrict re, const float* __restrict im,
   const auto to = [=](int64_t i, Complex z) SN_INSIDE { to_re[i] = z.re, to_im[i] = z.im; };
   for (int64_t p = 0; p < m; ++p) {
     const int64_t at = stride * p;
-    if (stride == 8)  // said again, so that the loop is vector code
+    if (stride == 8)  // a separate loop of constant length, so that it is vectorized
 SN_APART
       for (int64_t q = 0; q < 8; ++q)
         put8(turned(dft8(from, at + q, 8 * m), roots + p, m), to, 8 * at + q, 8);
@@ -118,7 +118,7 @@ SN_APART
   }
 }
 
-// The last: `count` transforms of 2, 4 or 8 points, no roots.
+// The last: `count` transforms of 2, 4 or 8 points, without roots.
 template <typename From, typename To>
 SN_INSIDE inline void ends(From from, To to, int64_t radix, int64_t count) {
   if (radix == 8) {
@@ -139,8 +139,8 @@ SN_APART
   }
 }
 
-// To real and imaginary parts, or with `pairs` to those of a real vector, in `to_re`, scaled; these
-// have changed places then, which makes a transform with sign +1 of one with sign -1.
+// Writes real and imaginary parts; or, with `pairs`, the scaled pairs of a real vector to `to_re`,
+// with the parts swapped, which turns a transform with sign -1 into one with sign +1.
 template <bool pairs>
 SN_CLONES void last_pass(const float* __restrict re, const float* __restrict im,
                          float* __restrict to_re, float* __restrict to_im, float scale,
@@ -160,7 +160,7 @@ SN_CLONES void split(const float* __restrict bins, float* __restrict re, float* 
   for (int64_t k = 0; k < count; ++k) re[k] = bins[2 * k], im[k] = bins[2 * k + 1];
 }
 
-// Spans: point k of span q lies at [k * side + q], so that all of them turn by the same root.
+// Spans: point k of span q is at [k * side + q], so that all spans use the same root.
 
 constexpr float kDown = 0.70710678f, kUp = 1.41421356f;  // an edge bin counts once, others twice
 
@@ -183,8 +183,8 @@ SN_INSIDE inline Tile transposed(const Tile& t) {
           SN_PICK(after_ab, after_cd, 0, 1, 4, 5), SN_PICK(after_ab, after_cd, 2, 3, 6, 7)};
 }
 
-// Both in tiles of four spans by four points where there are so many: element by element, a pass over
-// memory in strides took three times as long.
+// Both work in tiles of four spans by four points, if there are that many: element by element, a
+// strided pass over memory took three times as long.
 SN_CLONES void side_by_side(const float* __restrict pairs, float* __restrict re,
                             float* __restrict im, int64_t points, int64_t side) {
   const int64_t tiled = side & -4;
@@ -238,9 +238,9 @@ SN_CLONES void scaled(float* parts, float scale, int64_t count) {
   for (int64_t k = 0; k < count; ++k) parts[k] *= scale;
 }
 
-// From the transform of the pairs, z, to that of the vector: z holds the transforms of the even and of
-// the odd elements, one plus i times the other. Of spans, two edge bins become one complex number, and
-// bins go to real and imaginary parts; of a single one, to pairs in `to_re`.
+// Computes the vector's transform from that of its pairs, z, which is the transform of the even
+// elements plus i times that of the odd ones. For spans, two edge bins become one complex number,
+// and bins are written as real and imaginary parts; for a single span, as pairs to `to_re`.
 template <bool spans>
 SN_CLONES void separate(const float* __restrict re, const float* __restrict im,
                         const float* __restrict cosines, const float* __restrict sines,
@@ -271,8 +271,8 @@ SN_APART
   }
 }
 
-// Twice what `separate` of each span began with, from split bins, of which there is a row more than of
-// points; the parts of the edges that count for nothing are zero.
+// Inverts `separate` for each span, times two, from split bins, which have one row more than there
+// are points; the unused parts of the edges must be zero.
 template <bool spans>
 SN_CLONES void join(const float* __restrict re, const float* __restrict im,
                     const float* __restrict cosines, const float* __restrict sines,
@@ -364,7 +364,7 @@ void Fourier::inverse_spans(const float* bins, float* values) {
     first.im[q] = first.im[points_ * side_ + q] = 0;
   }
   join<true>(first.re, first.im, roots_, roots_ + points_, second.re, second.im, points_, side_);
-  // Real and imaginary parts change places, as in last_pass<true>.
+  // Real and imaginary parts are swapped, as in last_pass<true>.
   next_pass(second.im, second.re, first.re, first.im, roots_ + 2 * points_, points_ / 8, side_);
   int64_t radix;
   const int at = middle(radix);

@@ -1,9 +1,9 @@
-// Transforms that no library brings: a real FFT of blocks whose length is a power of two, in single
-// precision, and Hadamard's. Twin: ops/spectrum.py.
+// Transforms that no library provides: a real FFT of blocks whose length is a power of two, in
+// single precision, and Hadamard's. Counterpart: ops/spectrum.py.
 //
-// The same operations in the same order as the twin, none of them fused: the same bits on every
-// machine, and on ranks with and without the extension. A block may be cut into spans of their own
-// FFTs, which go through the passes side by side; ops/spectrum.py says how their bins lie.
+// The same operations in the same order as there, none of them fused: the same bits on every
+// machine, and on ranks with and without the extension. A block may be split into spans with
+// separate FFTs, computed together; ops/spectrum.py describes the order of their bins.
 #pragma once
 
 #include <cstdint>
@@ -15,14 +15,14 @@ class Fourier {
  public:
   static constexpr int64_t kShortest = 32, kLongest = 65536;
 
-  // span: a power of two between those, one FFT. block: a multiple of it. roots: [roots_of(span)]
-  // floats, ops/spectrum.py makes them; they outlive this.
+  // span: the length of an FFT, a power of two in that range. block: a multiple of it. roots:
+  // [roots_of(span)] floats from ops/spectrum.py, which must outlive this.
   Fourier(int64_t block, int64_t span, const float* roots);
   static int64_t roots_of(int64_t span);
 
-  // The block / 2 + 1 complex bins of `block` floats, as pairs, over sqrt(span).
+  // Computes the block / 2 + 1 complex bins of `block` floats, as pairs, over sqrt(span).
   void forward(const float* values, float* bins);
-  // Back. Imaginary parts of the first and last bin count for nothing.
+  // The inverse. Imaginary parts of the first and last bin are ignored.
   void inverse(const float* bins, float* values);
 
  private:
@@ -30,16 +30,16 @@ class Fourier {
     float *re, *im;
   };
   Parts scratch(int which);
-  // All passes but the first and the last; returns which half of the scratch holds the outcome.
+  // All passes but the first and the last; returns which half of the scratch has the result.
   int middle(int64_t& radix);
   void forward_spans(const float* values, float* bins);
   void inverse_spans(const float* bins, float* values);
 
-  const int64_t points_;  // complex ones: half a span
-  const int64_t side_;    // spans of a block
+  const int64_t points_;  // complex points: half a span
+  const int64_t side_;    // spans per block
   const float scale_;
   const float* const roots_;
-  std::vector<float> scratch_;  // two complex vectors, each as its real and its imaginary parts
+  std::vector<float> scratch_;  // two complex vectors, each as real and imaginary parts
 };
 
 // Walsh-Hadamard transform of each row of `block` (a power of two) floats, over sqrt(block).

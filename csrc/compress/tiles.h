@@ -1,6 +1,6 @@
-// Tiles of a tensor whose rows lie across its memory, as a channel's do where channels come last.
-// A tile has as many rows as fill a cache line, so that none is read or written twice, and stays in
-// the first cache.
+// Tiles of a tensor whose rows are strided in memory, like those of channels in channels-last
+// layout. A tile has as many rows as fill a cache line, so that no line is read or written twice,
+// and stays in the L1 cache.
 #pragma once
 
 #include <algorithm>
@@ -15,14 +15,14 @@
 
 namespace sn {
 
-constexpr int64_t kTileRun = 256, kLine = 64;  // elements of a row of a tile; bytes
+constexpr int64_t kTileRun = 256, kLine = 64;  // elements per row of a tile; bytes per line
 
 struct Tile {
   alignas(kLine) uint8_t memory[kTileRun * kLine];
 };
 
-// Lines of kLine bytes, each `stride` bytes after the one before; and as many that are needed later, to
-// ask memory for one with each of these.
+// Lines of kLine bytes, each `stride` bytes after the previous one; and as many lines needed later,
+// of which one is prefetched with each of these.
 template <typename Byte>
 struct Lines {
   Byte* first;
@@ -31,12 +31,12 @@ struct Lines {
   int64_t next_stride;
 };
 
-// Rows [row, row + rows), of each the elements [start, start + size).
+// Elements [start, start + size) of rows [row, row + rows).
 struct Block {
   int64_t row, rows, start, size;
 };
 
-// work(block) for each tile of some rows: those that are neighbours in memory follow each other.
+// Calls work(block) for each tile of some rows; tiles that are adjacent in memory are consecutive.
 template <typename Work>
 void each_block(const Turn& turn, int64_t first, int64_t rows, int64_t run, int64_t group,
                 int64_t width, Work work) {
@@ -50,7 +50,7 @@ void each_block(const Turn& turn, int64_t first, int64_t rows, int64_t run, int6
 }
 
 #if defined(__SSE2__)
-// [8] runs of 8 words of 16 bits, or [4] of 4 of 32, to their columns; strides are bytes.
+// Transposes 8 runs of 8 words of 16 bits, or 4 of 4 of 32 bits; strides are in bytes.
 template <int64_t width>
 inline void turn_square(const uint8_t* from, int64_t stride, uint8_t* to, int64_t to_stride) {
   const auto load = [&](int64_t i) {
@@ -87,8 +87,8 @@ inline void turn_square(const uint8_t* from, int64_t stride, uint8_t* to, int64_
 }
 #endif
 
-// `runs` runs of `length` words to their columns, and where `back`, columns to runs: those of memory,
-// the longer way of a tile, come first, so that lines of memory are done with one after another.
+// Transposes `runs` runs of `length` words. The outer loop is over the side of memory (columns if
+// `back`, else runs), the longer one of a tile, so that lines are completed one after another.
 template <int64_t width, bool back>
 inline void turn_runs(const uint8_t* from, int64_t stride, int64_t runs, int64_t length, uint8_t* to,
                       int64_t to_stride) {
@@ -109,7 +109,7 @@ inline void turn_runs(const uint8_t* from, int64_t stride, int64_t runs, int64_t
       std::memcpy(to + place * to_stride + run * width, from + run * stride + place * width, width);
 }
 
-// memcpy() of few bytes, mostly of those that norms by groups of channels have side by side.
+// memcpy() of few bytes, mostly the contiguous ones of norms over groups of channels.
 inline void copy_few(uint8_t* to, const uint8_t* from, int64_t bytes) {
   switch (bytes) {
     case 8: std::memcpy(to, from, 8); break;
@@ -120,7 +120,7 @@ inline void copy_few(uint8_t* to, const uint8_t* from, int64_t bytes) {
   }
 }
 
-// Between memory and a tile: reads the tile where `back`, else writes it.
+// Copies between memory and a tile: reads the tile if `back`, else writes it.
 template <int64_t width, bool back, typename Byte>
 inline void move_block(const Turn& turn, const Block& block, Byte* memory, Tile& tile) {
   const int64_t row = block.row / turn.rows * turn.far_row + block.row % turn.rows * turn.near_row;
@@ -147,8 +147,8 @@ inline void move_block(const Turn& turn, const Block& block, Byte* memory, Tile&
   }
 }
 
-// The lines of a block as wide as a line, whose rows are neighbours in memory; with a null `first` where
-// one distance does not lead from each line to the next. With `all`, the other blocks of its rows follow.
+// The lines of a block that is one line wide, with rows adjacent in memory; `first` is null if the
+// lines do not have a constant stride. With `all`, the other blocks of its rows follow.
 template <typename Byte>
 inline Lines<Byte> lines_of(const Turn& turn, const Block& block, int64_t width, bool all,
                             Byte* memory) {
@@ -161,8 +161,8 @@ inline Lines<Byte> lines_of(const Turn& turn, const Block& block, int64_t width,
   Byte* first = place_of(block.row, block.start);
   const int64_t stride = width * turn.near;
   if (!all || turn.near != turn.rows) return {first, stride, first + kLine, stride};
-  // What all these blocks need after this one lies in one piece: each asks for a part of that, as
-  // memory gives lines that follow one another sooner than lines far apart.
+  // What all these blocks need next is contiguous: each prefetches a part of it, as memory delivers
+  // adjacent lines sooner than distant ones.
   const int64_t before = block.row % turn.rows;
   Byte* next = place_of(block.row - before, block.start + block.size);
   return {first, stride, next + width * before * block.size, kLine};

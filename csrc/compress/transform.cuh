@@ -2,14 +2,14 @@
 //
 // The real FFT is a complex one of N/2 points (Stockham, radix 8, one small radix at the end) and
 // a step that separates even and odd elements. The DCT-II is that FFT on reordered elements
-// (Makhoul 1980), turned by an eighth of a period at most. A block may be cut into spans of L reals
-// with FFTs of their own, side by side; ops/spectrum.py says how their bins lie. Every thread
-// holds eight complex points in registers; a pass goes through shared memory once, with two
-// barriers. Fused multiply-adds are written out, contraction is off: the host and every GPU round
-// alike.
+// (Makhoul 1980), rotated by at most an eighth of a period. A block may be split into spans of L
+// reals with separate FFTs, computed together; ops/spectrum.py describes the order of their bins.
+// Every thread holds eight complex points in registers; a pass goes through shared memory once,
+// with two barriers. Fused multiply-adds are explicit and contraction is off: the host and every
+// GPU round alike.
 //
-// Element i lies at slot(i): two floats of padding after sixteen spread strides of a power of two
-// over the banks.
+// Element i is stored at slot(i): two floats of padding after every sixteen distribute strides of a
+// power of two over the banks.
 #pragma once
 
 #include "block.cuh"
@@ -35,8 +35,8 @@ SN_DEVICE Complex scaled(Complex a, float by) { return {a.re * by, a.im * by}; }
 SN_DEVICE constexpr int slot(int i) { return i + ((i >> 4) << 1); }
 SN_DEVICE Complex& point(float* data, int i) { return reinterpret_cast<Complex*>(data)[i + (i >> 3)]; }
 
-// slot(i + r * Step) and point(i + r * Step) with the part that does not depend on the thread left
-// to the compiler: a step of whole rows never carries into the padding.
+// slot(i + r * Step) and point(i + r * Step), with the thread-independent part computed at compile
+// time: a step of whole rows never carries into the padding.
 template <int Step>
 SN_DEVICE constexpr int slot(int i, int r) {
   return Step % 16 == 0 ? slot(i) + r * (Step + Step / 8) : slot(i + r * Step);
@@ -76,8 +76,8 @@ SN_UNROLL
   }
 }
 
-// Twiddle factors come in the order the passes use them, so that neighbouring threads read
-// neighbouring words: ops/launch.py, twiddles().
+// Twiddle factors are in the order in which passes use them, so that adjacent threads read adjacent
+// words: ops/launch.py, twiddles().
 template <int N, int T, int L = N>
 class RealFft {
  public:
@@ -85,17 +85,17 @@ class RealFft {
   static constexpr int kLength = L / 2;                    // points of a span
   static constexpr int kPost = kLength - 8;                // where exp(-2 pi i k / L) begins
   static constexpr int kTurn = kPost + kLength / 2 + 1;    // where exp(-i pi k / (2 L)) begins
-  static constexpr int kPairs = (kPoints / 2 + T) / T;     // bin pairs of a thread
+  static constexpr int kPairs = (kPoints / 2 + T) / T;     // bin pairs per thread
   using Points = PerThread<Complex, 8, T>;
 
-  // The point that the butterfly b of a pass of radix R takes as its r-th.
+  // The point that is the r-th input of butterfly b in a pass of radix R.
   template <int R>
   SN_DEVICE static constexpr int place(int b, int r) {
     constexpr int step = kLength / R;
     return L == N ? b + r * step : b / step * kLength + b % step + r * step;
   }
 
-  // z := DFT, with sign -1, of the points place<8>(b, r) that read(b, r) gives. `read` may use
+  // z := DFT, with sign -1, of the points place<8>(b, r), as returned by read(b, r), which may use
   // `data`.
   template <bool FromData, typename Read>
   SN_DEVICE static void transform(const Block<T>& block, float* data, const Complex* twiddles,
@@ -113,7 +113,7 @@ class RealFft {
     passes<8>(block, data, twiddles, held);
   }
 
-  // The spectrum of the real vector whose pairs were transformed, in place: bins 0..N/2.
+  // Computes the spectrum of the real vector whose pairs were transformed, in place: bins 0..N/2.
   SN_DEVICE static void separate(const Block<T>& block, float* data, const Complex* twiddles,
                                  float scale) {
     block.each([&](int t) {
@@ -132,7 +132,7 @@ class RealFft {
     Complex low, high;
   };
 
-  // The same of all spans, whose real bins become one: place k of span q is q * kLength + k.
+  // The same for all spans, whose two real bins become one: bin k of span q is q * kLength + k.
   SN_DEVICE static void separate_spans(const Block<T>& block, float* data, const Complex* twiddles,
                                        float scale) {
     block.each([&](int t) {
@@ -177,7 +177,7 @@ class RealFft {
     });
   }
 
-  // Bins k and L/2 - k from the points k and L/2 - k of a span that begins at `data`.
+  // Computes bins k and L/2 - k from points k and L/2 - k of a span that starts at `data`.
   SN_DEVICE static Pair bin_pair(float* data, const Complex* twiddles, float scale, int k) {
     if (k == 0) {
       const Complex z = scaled(point(data, 0), scale);
@@ -189,7 +189,7 @@ class RealFft {
     return {even + odd, conjugate(even - odd)};
   }
 
-  // Points k and L/2 - k from the bins; swapped, so that a transform with sign -1 inverts.
+  // Computes points k and L/2 - k from the bins; swapped, so that a transform with sign -1 inverts.
   SN_DEVICE static Pair point_pair(Complex low, Complex high, const Complex* twiddles, float scale,
                                    int k) {
     if (k == 0) {  // imaginary parts of the first and last bin do not exist
@@ -252,8 +252,8 @@ SN_UNROLL
   }
 };
 
-// Walsh-Hadamard transform in place, strides upwards: the same additions in the same order as
-// ops/spectrum.py, hence the same bits.
+// Walsh-Hadamard transform in place, with increasing strides: the same additions in the same order
+// as ops/spectrum.py, hence the same bits.
 template <int N, int T, int Stride = 1>
 SN_DEVICE void hadamard(const Block<T>& block, float* data, float scale) {
   if constexpr (Stride < N) {
@@ -281,8 +281,8 @@ SN_UNROLL
   }
 }
 
-// The DCT-II from the transformed pairs, in place: coefficient k in element k. `scale` is
-// sqrt(1 / N); coefficients above the first have another factor of sqrt(2).
+// Computes the DCT-II from the transformed pairs, in place: coefficient k in element k. `scale` is
+// sqrt(1 / N); coefficients after the first have an additional factor of sqrt(2).
 template <int N, int T>
 SN_DEVICE void dct_from_points(const Block<T>& block, float* data, const Complex* twiddles,
                                float scale) {
@@ -313,7 +313,7 @@ SN_UNROLL
   });
 }
 
-// The points whose swapped transform with sign -1 are the reordered elements, in place.
+// Computes the points whose swapped transform with sign -1 is the reordered elements, in place.
 template <int N, int T>
 SN_DEVICE void points_from_dct(const Block<T>& block, float* data, const Complex* twiddles,
                                float scale) {

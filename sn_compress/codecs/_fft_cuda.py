@@ -184,7 +184,7 @@ class Encoder:
                     part[...] = residual
 
     def _prepared(self, device: _cuda.CudaDevice, view: _cuda.View) -> _cuda.View:
-        """The vector as the blocks take it: cast to half precision, or turned along axes."""
+        """Return the vector as blocks use it: cast to half precision, or transformed along axes."""
         codec = self.codec
         if not codec.half and codec.transform != "axes":
             return view
@@ -238,7 +238,7 @@ class Decoder:
 
     Parameters
     ----------
-    codec : that encoded them
+    codec : the one that encoded them
     gathered : per tensor the payloads of all ranks, uint8 CuPy array [ranks, nbytes]
     outs : vectors of float32, float16 or bfloat16 to write, on the same device
     """
