@@ -183,14 +183,14 @@ def states_to_load(
 
     Raises CompressError if one state is not enough.
     """
-    saved = states[0].get("hierarchy")
+    same_nodes = not saved_elsewhere(states[0], place)
     if place is None:
-        return None if saved is None else whole_states(states)
+        return None if same_nodes else whole_states(states)
     # With the same nodes, a rank needs the state of an owner with its local number, from any node.
-    if saved is not None and saved["nodes"] == place.state()["nodes"]:
+    if same_nodes:
         at = states[0]["rank"]
         if len(states) > 1 or place.layout.place(at)[1] == place.number:
-            place.owners.of_name.update(saved["owners"])
+            place.owners.of_name.update(states[0]["hierarchy"]["owners"])
             return None
     names = set(place.owned_names(tensors))
     # Each node starts from the mean of all memories, which preserves the mean over the nodes.

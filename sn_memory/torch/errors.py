@@ -42,6 +42,11 @@ class ReplayError(RuntimeError):
     """A planned step cannot be carried out: something is not as it was traced."""
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed; for the CPU's, torch has no class of its own."""
+    return isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+
+
 def innermost_line(where: TracebackType | FrameType | None) -> str:
     """Return the innermost line of the user's code, else of torch's layers, if there is one."""
     if isinstance(where, TracebackType):

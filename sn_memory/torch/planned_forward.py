@@ -18,7 +18,7 @@ from ..base.errors import PlanError
 from ..plan.plan import BudgetError
 from .accumulation import fitting
 from .eager.higher_derivatives import PlainStep, without_plan
-from .errors import ReplayError, TraceError
+from .errors import ReplayError, TraceError, out_of_memory
 from .model.modes import (
     OF_CHECKPOINT,
     caches_weights,
@@ -33,7 +33,7 @@ from .new_inputs import step_for
 from .planned import PlanRecord, StepCache
 from .step import Call, Step
 
-_OF_PLANNING = (BudgetError, PlanError, ReplayError, TraceError, torch.OutOfMemoryError)
+_OF_PLANNING = (BudgetError, PlanError, ReplayError, TraceError)
 
 
 class PlannedForward:
@@ -63,22 +63,19 @@ class PlannedForward:
             if step is None:
                 try:
                     step = step_for(self, record, kind, (args, kwargs))
-                except _OF_PLANNING:
-                    raise
                 except Exception as error:
-                    if "allocate memory" in str(error):  # the CPU's allocator has no class for it
+                    if isinstance(error, _OF_PLANNING) or out_of_memory(error):
                         raise
+                    # Most often the model's own error. Planning leaves no trace, but a forward pass
+                    # that raises changes buffers and the random state, and a caller who skips the
+                    # batch continues from there.
                     failure = error
-            if failure is not None:
-                # Most often the model's own error. Planning leaves no trace, but a forward pass
-                # that raises changes buffers and the random state, and a caller who skips the
-                # batch continues from there.
-                with record.all_brought():
-                    plain(self, *args, **kwargs)
-                raise failure
             if step is None:
                 with record.all_brought():
-                    return plain(self, *args, **kwargs)
+                    result = plain(self, *args, **kwargs)
+                if failure is not None:
+                    raise failure
+                return result
             inputs.count += 1
             kept = None if kind is None else inputs.kept.get(kind)
             if kept is not None:

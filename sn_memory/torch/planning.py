@@ -28,13 +28,7 @@ from ..run.reserved import within_reserved
 from ..run.unseen import SEARCH_S, smallest, within
 from .eager.replay import Replay
 from .eager.trial import Trial, after_first, runs_on, tried, until_laid_out
-from .errors import (
-    ReplayError,
-    SampleError,
-    SetsStateError,
-    TraceError,
-    first_line,
-)
+from .errors import ReplayError, SampleError, SetsStateError, TraceError, first_line, out_of_memory
 from .large_logits import logits_note
 from .model.guards import GuardCache, every_read, recorded_reads
 from .model.modes import outside_saved_tensors_hooks, warn
@@ -206,10 +200,10 @@ class PlanOptions:
                 raise over from None
             error.args = (f"{error} {name} is planned by modules because {why}",)
             raise
-        except (TraceError, torch.OutOfMemoryError):
+        except TraceError:
             raise
         except Exception as error:
-            if "allocate memory" in str(error):  # the CPU's allocator has no class for it
+            if out_of_memory(error):
                 raise
             runs_on(model, arguments)  # most often it does not, and this says so
             raise TraceError(
